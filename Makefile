@@ -17,6 +17,7 @@
 #   make bench-experts  seconds of a training step of experts beside expert parallelism by hand, gathering and data parallelism (BENCH_ARGS='--ranks 2 --experts 8')
 #   make bench-pipeline  seconds of a step of a pipeline beside stages cut by hand on torch's schedules, bubbles measured and simulated (BENCH_ARGS='--ranks 2')
 #   make bench-gpu  seconds of training steps of transformers models on one GPU, eager and compiled, beside plain PyTorch's (BENCH_ARGS='--models llama'; without a GPU: '--device cpu --tiny')
+#   make bench-gpu-run  what only a GPU can say, in ten minutes and lines of JSON (BENCH_ARGS='--json FILE'; without a GPU: '--dry')
 #   make bench-auto seconds of a training step under the plans of every search, predicted and measured (BENCH_ARGS='--models reid')
 #   make bench-resnet-modes  ResNet-50 in data_parallel and in auto_parallel mode on eight ranks, step by step in turn (BENCH_ARGS='--ranks 4')
 #   make checked-plans  docs/checked-plans.md: every tp plan that ships with the installed transformers, proven or refuted (about 15 minutes)
@@ -28,17 +29,18 @@
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
 #   make sweep-search  the exact search against all assignments of small graphs, HiGHS and hill climbing (SWEEP_ARGS='--graphs 2000')
 #   make sweep-pipelines  500 random cuts of random modules, and the zoo in 2, 3 and 4 stages, proven beside one device (SWEEP_ARGS='--cuts 50 --models t5')
+#   make sweep-scale  10,000 simulated days of jobs with faults, and what launchers and ranks send by size (SWEEP_ARGS='--days 1000', LAWS='8 64')
 #   make sweep-trainer  ShardwiseTrainer on 2 ranks against Trainer in one process, on the architectures of zoo-breadth (SWEEP_ARGS='--minutes 30 opt bert')
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
 #   make bench-collectives  predicted against measured seconds of collectives, for published tables of measurements (BENCH_ARGS='--data FOLDER')
 #   make bench-kernel-prices  predicted against measured seconds of kernels and of steps on one device, for a file of measurements (BENCH_ARGS='--data FILE')
-#   make bench-published-runs  predicted against published seconds of training, for a file of published runs (BENCH_ARGS='--data FILE')
+#   make bench-published-runs  predicted against published seconds of training, for a file of published runs (DATA=FILE, BENCH_ARGS='--all')
 #   make bench-known-answers  published settings of large trainings beside the plans that are found for them (BENCH_ARGS='--only-published gpt3-175b-64')
 #   make zoo-breadth  140 more architectures of transformers, small: capture and four plans of each (ZOO_ARGS='--plans 1 opt')
 #   make bench-memory  predicted against measured bytes of a training step on gloo ranks (BENCH_ARGS='--ranks 2')
 #   make sweep-memory  predicted against measured bytes of training steps over models and settings of all levers, on two ranks (SWEEP_ARGS='--cases 60 --seed 3')
 #   make bench-published-memory  predicted against published bytes of training, for a file of published runs (BENCH_ARGS='--data FILE')
-#   make bench-search  seconds and memory of capture, tables and search for large models on large clusters (BENCH_ARGS='--growth')
+#   make bench-search  seconds from a module to its plan, to the first verdict and to the remembered answer, for large models on large clusters (BENCH_ARGS='--growth': curves over layers, devices and axes)
 #   make bench-compile  seconds of compiling by depth, and bytes kept for backward beside torch.compile (BENCH_ARGS='--layers 2 8')
 #   make bench-checkpoints  what a save costs the step beside it, its stall, and seconds to save and load
 #   make bench-generation  tokens per second of generate on gloo ranks beside one process, greedily and with beams (BENCH_ARGS='--ranks 2 --width 1024')
@@ -53,7 +55,7 @@
 SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE  # each of the thousand processes of the tests would compile the package anew
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-quick test-long test-emulated-gpu test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands dialect-reference names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-experts bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
+.PHONY: checked-plans demo test test-quick test-long test-emulated-gpu test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands dialect-reference names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-gpu-run bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-experts bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-scale sweep-trainer lint install format clean openmpi
 
 TORCH := torch==2.13.0
 REFERENCE := build/reference
@@ -117,6 +119,9 @@ bench-compile: install
 
 bench-gpu: install
 	$(BIN)/python benchmarks/gpu_steps.py $(BENCH_ARGS)
+
+bench-gpu-run: install
+	$(BIN)/python benchmarks/gpu_run.py $(BENCH_ARGS)
 
 bench-auto: install
 	$(BIN)/python benchmarks/auto_plans.py $(BENCH_ARGS)
@@ -186,13 +191,13 @@ bench-kernel-prices: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kernel_prices.py $(BENCH_ARGS)
 
 bench-published-runs: install
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/published_runs.py $(BENCH_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/published_runs.py $(if $(DATA),--data $(DATA)) $(BENCH_ARGS)
 
 bench-known-answers: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/known_answers.py $(BENCH_ARGS)
 
 bench-search: install
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/search_scale.py $(BENCH_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/search_targets.py $(BENCH_ARGS)
 
 bench-checkpoints: install
 	$(BIN)/python benchmarks/checkpoints.py $(BENCH_ARGS)
@@ -214,6 +219,10 @@ sweep-pipelines: install
 
 sweep-memory: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m costs.memory_matrix $(SWEEP_ARGS)
+
+sweep-scale: install
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m simulated_job.sweep $(SWEEP_ARGS)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m simulated_job.laws $(LAWS)
 
 sweep-trainer: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m hf.sweep $(SWEEP_ARGS)

@@ -199,7 +199,9 @@ def fsdp(model: Transformer, setting: Setting) -> TrainStep:
     return _own_part(model, setting)
 
 
-def ours(model: Transformer, setting: Setting, *, zero: Literal[1, 3] | None = None) -> TrainStep:
+def ours(
+    model: Transformer, setting: Setting, *, zero: Literal[1, 3] | None = None, check_finite: int | None = None
+) -> TrainStep:
     mesh = setting.mesh
     names = mesh.mesh_dim_names
     assert names is not None
@@ -215,17 +217,24 @@ def ours(model: Transformer, setting: Setting, *, zero: Literal[1, 3] | None = N
         kinds = {each.kind for entry in plan.conversions for each in (*entry.forward, *entry.backward)}
         wanted = {"all_reduce"} if zero is None else {"all_gather", "reduce_scatter", "all_reduce"}
         assert kinds <= wanted, f"not the strategy of the baseline, which has {wanted}: {kinds}"
-    parallel = sw.parallelize(model, plan)
+    parallel = sw.parallelize(model, plan, check_finite=check_finite)
     return _train(parallel.step, parallel.parameters())
 
 
 def _row(
-    name: str, target: float, mesh: Callable[[int], DeviceMesh], *, zero: Literal[1, 3] | None = None, **contenders: Any
+    name: str,
+    target: float,
+    mesh: Callable[[int], DeviceMesh],
+    *,
+    zero: Literal[1, 3] | None = None,
+    check_finite: int | None = None,
+    **contenders: Any,
 ) -> Row:
     """``contenders`` by name, with spaces for underscores; the baseline runs twice, to show what is noise."""
     found = [Contender(key.replace("_", " "), build) for key, build in contenders.items()]
     again = Contender(f"{found[0].name}, again", found[0].build)
-    return Row(name, (found[0], again, *found[1:], Contender("ours", partial(ours, zero=zero))), mesh, target)
+    ours_of_row = Contender("ours", partial(ours, zero=zero, check_finite=check_finite))
+    return Row(name, (found[0], again, *found[1:], ours_of_row), mesh, target)
 
 
 def _mesh(*axes: str) -> Callable[[int], DeviceMesh]:
@@ -251,6 +260,7 @@ ROWS = {
     ),
     "zero-1": _row("ZeRO 1", 1.05, _mesh("dp"), zero=1, DDP=distributed_data_parallel, hand_written=hand_zero_1),
     "zero-3": _row("ZeRO 3", 1.12, _mesh("dp"), zero=3, DDP=distributed_data_parallel, FSDP2=fsdp),
+    "check-finite": _row("check_finite=1 against none", 1.10, _mesh("dp"), check_finite=1, unchecked=ours),
     "dp-tp": _row("2-way data x tensor", 1.05, _mesh("dp", "tp"), hand_written=hand_both),
 }
 

@@ -244,7 +244,7 @@ def planned(strategy: str, *, gathers: bool = False) -> Callable[[Model, Job, tu
 def _no_keyed_rows() -> Iterator[None]:
     """Plan as if no rows could follow keys: tokens are gathered."""
 
-    def without(graph: Any, rules: Mapping[str, Any]) -> dict[str, Any]:
+    def without(graph: Any, rules: Mapping[str, Any], imbalance: float) -> dict[str, Any]:
         return {name: replace(rule, keyed=None) for name, rule in rules.items()}
 
     with patch("shardwise.search.user_choices.with_keyed_rows", without):

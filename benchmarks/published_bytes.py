@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from published_experts import Experts
 from published_prices import Model, Software, Stage, cluster_of, one_pass, parameters, stages_of
-from published_rows import Row
+from published_rows import Row, node_of
 
 from shardwise.costs.cluster import Device
 
@@ -29,7 +30,7 @@ SELECTIVE = "selective(attention core)"
 
 
 def device_of(row: Row) -> Device:
-    return cluster_of(row["gpu"], row["gpus"], row.get("gpus_per_node") or 8, row.get("interconnect") or "").device
+    return cluster_of(row["gpu"], row["gpus"], node_of(row), row.get("interconnect") or "").device
 
 
 def room(row: Row) -> float:
@@ -54,7 +55,7 @@ def peak_bytes(row: Row) -> float:
 def _of_stage(row: Row, place: int, stage: Stage) -> float:
     arch, tp, pp, cp, vpp = row["arch"], row["tp"], row["pp"], row.get("cp") or 1, row.get("vpp") or 1
     model, is_last = Model.of(row, stage.micro_batch), place == pp - 1
-    per_layer, end = (numel / tp for numel in parameters(row))
+    per_layer, end = parameters(row)
     ends = (place == 0) + (is_last and (pp > 1 or bool(arch.get("gated_mlp"))))
     tokens = stage.micro_batch * row["seq"] / cp
     inputs = 2 * tokens * arch["hidden"] / (tp if model.shape.splits_sequence else 1)
@@ -76,7 +77,8 @@ def _kept(row: Row, model: Model) -> float:
         one_pass(replace(model, shape=replace(model.shape, scores=scores, layers=layers)), recompute)
         for layers in (1, 2)
     )
-    return two.kept_bytes - one.kept_bytes
+    experts = Experts.of(row)  # tokens as they were sent and as they came back
+    return two.kept_bytes - one.kept_bytes + (0 if experts is None else 2 * experts.exchange_bytes(row))
 
 
 def _masks(row: Row, model: Model) -> float:

@@ -24,10 +24,11 @@ LLAMA = {
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """What a Llama has beside a ``Shape``: heads of keys and values, and the width of the gated network."""
+    """What a Llama has beside a ``Shape``: heads of keys and values, the width of the gated network, and of a head."""
 
     kv_heads: int
     width: int
+    head_size: int
 
 
 class LlamaLayer(nn.Module):
@@ -35,12 +36,12 @@ class LlamaLayer(nn.Module):
 
     def __init__(self, shape: Shape, gated: Gated) -> None:
         super().__init__()
-        width, self.size = shape.width, shape.width // shape.heads
+        width, self.size = shape.width, gated.head_size
         self.repeats = shape.heads // gated.kv_heads
         self.before, self.between = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q = nn.Linear(width, width, bias=False)
+        self.q = nn.Linear(width, shape.heads * self.size, bias=False)
         self.k, self.v = (nn.Linear(width, gated.kv_heads * self.size, bias=False) for _ in range(2))
-        self.out = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(shape.heads * self.size, width, bias=False)
         self.gate, self.up = (nn.Linear(width, gated.width, bias=False) for _ in range(2))
         self.down = nn.Linear(gated.width, width, bias=False)
 
@@ -72,7 +73,7 @@ class Llama(nn.Module):
         self.tokens = nn.Embedding(shape.vocab, shape.width)
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
-        size = (shape.sequence, shape.width // shape.heads)
+        size = (shape.sequence, gated.head_size)
         self.register_buffer("cos", torch.empty(size))
         self.register_buffer("sin", torch.empty(size))
 

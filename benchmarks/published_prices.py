@@ -34,9 +34,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from compiled_prices import price_section
+from published_experts import Experts, uneven_experts
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
 from published_models import LLAMA, Gated, Llama
-from published_rows import Row, incomplete, is_count, untimed
+from published_rows import Row, incomplete, is_count, node_of, untimed
 
 import shardwise as sw
 from shardwise.costs.cluster import Cluster, Device
@@ -67,7 +68,8 @@ MEGATRON_LIKE = ("megatron", "mist")
 # 2.307 ms backward (Dazz993/Mist, commit 3895557, mist/node_database/cache_NVIDIA_L4). Megatron has it as well, but
 # what it reaches on an A100 is not known; with these parts of the bandwidth its runs were predicted worse.
 CAUSAL_SOFTMAX = {"softmax": 1.05, "softmax_backward": 0.58}
-KNOWN = ("composer", "torchtitan", *MEGATRON_LIKE)
+FUSED = ("nemo", "bridge", "maxtext")
+KNOWN = ("composer", "torchtitan", *FUSED, *MEGATRON_LIKE)
 # A product whose rows do not start at multiples of 16 bytes: half the rate (in nanoGPT, on A100, a vocabulary of 50,304
 # instead of 50,257 made whole steps of GPT-2 a quarter faster). A third of it describes the heads of vTrain's runs in
 # one node better, and half of these runs, which were not looked at for that, worse as a whole. A batch of them: without
@@ -80,12 +82,20 @@ OF_CORE = re.compile(r"layers\.\d+/(matmul|softmax|dropout|scaled_dot_product_at
 OF_STAGES = re.compile(r"layer_partitions (\[[\d, ]*\]), .*?per-stage \[[^]]*\] (\[\[[\d., ]*\](?:, \[[\d., ]*\])*\])")
 
 
+def is_fused(row: Row) -> bool:
+    """Return whether a row's software has one kernel for what is between products, cuDNN's attention and no dropout:
+    Megatron on Transformer Engine (all there is on Hopper and later), and what XLA compiles."""
+    name = row["framework"].casefold()
+    later = row["gpu"].upper().startswith(("H", "B", "GB"))
+    return any(word in name for word in FUSED) or ("megatron" in name and later)
+
+
 @dataclass(frozen=True, slots=True)
 class Software:
     """How a step is run. ``launch``: of its host (None: that of the cluster's device); ``attention``: the part of the
     peak that it reaches (0: the device's); ``scores``: attention is written out; ``fused``: with a kernel for causal
     scores; ``dropout``: there is any; ``compiled``: layers are; ``float8``: their products are; ``shards``: parameters
-    are gathered (FSDP)."""
+    are gathered (FSDP), in float8 where ``gathers_float8``."""
 
     launch: float | None = None
     attention: float = 0.0
@@ -95,13 +105,20 @@ class Software:
     compiled: bool = False
     float8: bool = False
     shards: bool = False
+    gathers_float8: bool = False
 
     @staticmethod
     def of(row: Row) -> Software:
-        name, float8 = row["framework"].casefold(), row["precision"].startswith("fp8")
+        name, float8 = row["framework"].casefold(), "fp8" in row["precision"].casefold()
         shards = isinstance(row["zero"], int) and row["zero"] >= 2
         if "torchtitan" in name:
-            return Software(attention=FLASH, compiled=True, float8=float8, shards=shards)
+            compiled = any(word in name for word in ("compile", "async"))  # asynchronous products need it
+            gathers_float8 = float8 and "float8 all-gather" in name
+            return Software(
+                attention=FLASH, compiled=compiled, float8=float8, shards=shards, gathers_float8=gathers_float8
+            )
+        if is_fused(row):
+            return Software(compiled=True, float8=float8, shards=shards)
         if not any(known in name for known in MEGATRON_LIKE):
             return Software(attention=FLASH, float8=float8, shards=shards)
         flash = "flash_attn=true" in name
@@ -119,6 +136,7 @@ class Model:
     gated: Gated | None
     tp: int
     gpu: str
+    node: int
     interconnect: str
     software: Software
     cp: int = 1
@@ -133,15 +151,20 @@ class Model:
             arch["hidden"], arch["heads"], 1, row["seq"] // cp, micro_batch, software.scores,
             bool(row.get("sequence_parallel")), vocab,
         )  # fmt: skip
-        gated = Gated(arch["kv_heads"], arch["ffn"]) if arch.get("gated_mlp") else None
-        return Model(shape, gated, tp, row["gpu"], row.get("interconnect") or "", software, cp)
+        # Ranks that have no heads of keys and values for themselves share some.
+        experts = Experts.of(row)
+        width = arch["ffn"] if experts is None else experts.computed_width
+        gated = None
+        if arch.get("gated_mlp"):
+            gated = Gated(max(arch["kv_heads"], tp), width, arch.get("head_dim") or arch["hidden"] // arch["heads"])
+        return Model(shape, gated, tp, row["gpu"], min(node_of(row), tp), row.get("interconnect") or "", software, cp)
 
     @property
     def half(self) -> torch.dtype:
         return torch.float16 if family_of(self.gpu)[0] == "v100" else torch.bfloat16  # as long where both exist
 
     def cluster(self) -> Cluster:
-        return cluster_of(self.gpu, self.tp, 8, self.interconnect)
+        return cluster_of(self.gpu, self.tp, self.node, self.interconnect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +195,7 @@ def node_rate(interconnect: str) -> float | None:
 @cache
 def cluster_of(gpu: str, gpus: int, per_node: int, interconnect: str) -> Cluster:
     """The hardware of a row: a bundled cluster, with the links that the row states."""
-    inside = min(per_node, 8, gpus)
+    inside = min(per_node, gpus)
     cluster = Cluster.load(f"{family_of(gpu)[0]}-{max(gpus // inside, 1)}x{inside}")
     bandwidth = MEMORY_BANDWIDTH.get(gpu, cluster.device.memory_bandwidth)
     node, *network = cluster.levels
@@ -335,12 +358,18 @@ def stages_of(row: Row) -> list[Stage]:
 
 
 def parameters(row: Row) -> tuple[float, float]:
-    """Of a layer, and of embedding and positions (of a gated model: of embedding or head)."""
-    arch, width = row["arch"], row["arch"]["hidden"]
-    if arch.get("gated_mlp"):
-        heads = arch["kv_heads"] / arch["heads"]
-        return (2 + 2 * heads) * width**2 + 3 * width * arch["ffn"] + 2 * width, arch["vocab"] * width
-    return 4 * width**2 + 2 * width * arch["ffn"] + 13 * width, (arch["vocab"] + row["seq"]) * width
+    """Return a device's parameters of a layer, and of embedding and positions (of a gated model: of embedding or
+    head)."""
+    arch, width, tp = row["arch"], row["arch"]["hidden"], row["tp"]
+    if not arch.get("gated_mlp"):
+        layer = 4 * width**2 + 2 * width * arch["ffn"] + 13 * width
+        return layer / tp, (arch["vocab"] + row["seq"]) * width / tp
+    heads = (arch.get("head_dim") or width // arch["heads"]) * (arch["heads"] + arch["kv_heads"])
+    layer, experts = 2 * width * heads + 2 * width, Experts.of(row)
+    if experts is None:
+        return (layer + 3 * width * arch["ffn"]) / tp, arch["vocab"] * width / tp
+    layer += width * experts.number + 3 * width * experts.shared * experts.width
+    return layer / tp + experts.numel(width), arch["vocab"] * width / tp
 
 
 def unpriced(row: Any) -> str:
@@ -357,25 +386,28 @@ def unplanned(row: Any) -> str:
         return f"no bundled device: {row['gpu']}"
     if node_rate(row.get("interconnect") or "") == 0:
         return "interconnect: a network without bandwidth"
-    if (row.get("ep") or 1) > 1:
-        return "expert parallelism on axes of its own"
+    if problem := uneven_experts(row):
+        return problem
     if not arch.get("gated_mlp") and (arch["kv_heads"] != arch["heads"] or arch["ffn"] != 4 * arch["hidden"]):
         return "a model of another kind than GPT and Llama"
     if not stages_of(row):
         return "stages that differ and are not listed"
-    if arch["hidden"] % arch["heads"] or arch["heads"] % arch["kv_heads"]:
+    if (arch["hidden"] % arch["heads"] and not arch.get("head_dim")) or arch["heads"] % arch["kv_heads"]:
         return "a width that its heads do not divide"
     if arch["vocab"] < tp:
         return "a vocabulary smaller than tp"
-    if any(arch[name] % tp for name in ("heads", "kv_heads", "ffn")) or tp > min(row.get("gpus_per_node") or 8, 8):
-        return "heads that tp does not divide, or tp wider than a node"
+    width = arch["ffn"] if (experts := Experts.of(row)) is None else experts.computed_width
+    if arch["heads"] % tp or width % tp or (arch["kv_heads"] % tp and tp % arch["kv_heads"]):
+        return "heads that tp does not divide"
+    if tp > node_of(row) and tp % node_of(row):
+        return "tp over parts of nodes"
     return ""
 
 
 def approximated(row: Row) -> str:
     """What of a row is priced by a rule of thumb; empty where nothing is."""
     said = []
-    if row["precision"].startswith("fp8"):
+    if "fp8" in row["precision"].casefold():
         said.append("fp8: products at its rate, operands and results moved once more")
     if "PCIE" in row["gpu"].upper() and family_of(row["gpu"])[0].startswith("a100"):
         said.append("device: an A100 SXM with its links")
@@ -385,6 +417,8 @@ def approximated(row: Row) -> str:
         said.append("cp: keys and values arrive beside attention")
     if not any(known in row["framework"].casefold() for known in KNOWN):
         said.append(f"software: {row['framework']}: eager, attention in one kernel, no dropout")
+    if row["arch"].get("experts"):
+        said.append("experts: even routing, exchanges beside nothing")
     if "offload" in (row.get("notes") or ""):
         said.append("offloading: beside the computation")
     return "; ".join(said)
@@ -392,21 +426,24 @@ def approximated(row: Row) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What a row's replicas exchange, over ``axes``; ``itemsize``: of the gradients that are added up and reduced."""
+    """What a row's replicas exchange, over ``axes``; ``itemsize``: of the gradients that are added up and reduced;
+    ``gathered_itemsize``: of parameters that are gathered."""
 
     links: Links
     axes: tuple[str, ...]
     itemsize: int
+    gathered_itemsize: int
 
     @staticmethod
     def of(row: Row, cluster: Cluster) -> Moves:
         sizes = {name: row.get(name) or 1 for name in ("pp", "dp", "cp", "tp")}
         links = Links(cluster, sw.Mesh({name: size for name, size in sizes.items() if size > 1} or {"dp": 1}))
         axes = tuple(part for name in ("dp", "cp") if sizes[name] > 1 for part in links.mesh.expand(name))
-        return Moves(links, axes, 4 if "fp32 grad" in row["precision"] else 2)
+        gathered = 1 if Software.of(row).gathers_float8 else 2
+        return Moves(links, axes, 4 if "fp32 grad" in row["precision"] else 2, gathered)
 
     def gathered(self, numel: float) -> float:
-        return self.links.seconds("all_gather", self.axes, 2 * numel) if self.axes else 0.0
+        return self.links.seconds("all_gather", self.axes, self.gathered_itemsize * numel) if self.axes else 0.0
 
     def scattered(self, numel: float) -> float:
         return self.links.seconds("reduce_scatter", self.axes, self.itemsize * numel) if self.axes else 0.0
@@ -423,10 +460,12 @@ def seconds_of(row: Row) -> float:
     """The predicted step."""
     tp, pp, cp, vpp = row["tp"], row["pp"], row.get("cp") or 1, row.get("vpp") or 1
     shards = Software.of(row).shards
-    cluster = cluster_of(row["gpu"], row["gpus"], row.get("gpus_per_node") or 8, row.get("interconnect") or "")
+    cluster = cluster_of(row["gpu"], row["gpus"], node_of(row), row.get("interconnect") or "")
     moves = Moves.of(row, cluster)
     passes = row["global_batch"] // (row["micro_batch"] * row["dp"])
-    per_layer, ends = (numel / tp for numel in parameters(row))
+    per_layer, ends = parameters(row)
+    experts = Experts.of(row)
+    sent = 0.0 if experts is None else experts.exchange_seconds(row, cluster)
     # A gradient is read and added to what is there.
     adding = (2 + 2 * moves.itemsize) * per_layer / cluster.device.bytes_per_second() if passes > 1 else 0.0
     taken, once = [], []
@@ -434,16 +473,16 @@ def seconds_of(row: Row) -> float:
         own = pass_of(row, stage.micro_batch)
         held = per_layer * stage.layers + ends
         update = _update(cluster, held / (stage.dp * cp if row["zero"] else 1))
-        forward, backward = own.forward, own.backward + adding
+        forward, backward = own.forward + sent, own.backward + adding + sent
         if shards and pp == 1:
             forward = max(forward, moves.gathered(per_layer))
-            backward = max(own.backward, moves.gathered(per_layer) + moves.scattered(per_layer))
+            backward = max(own.backward + sent, moves.gathered(per_layer) + moves.scattered(per_layer))
             outer = 2 * moves.gathered(ends) + moves.scattered(ends)
         elif pp > 1:  # scattered over tp on its way, as Megatron does
             outer = vpp * moves.sent(2 * stage.micro_batch * row["seq"] / cp * row["arch"]["hidden"] / tp)
         else:
             outer = 0.0
-        again = stage.again * own.forward
+        again = stage.again * (own.forward + sent)
         if row["recompute"] == "selective(attention core)":
             again = stage.layers * own.core
         taken.append(stage.layers * (forward + backward) + again + outer)

@@ -17,7 +17,9 @@ TEXTS = ("gpu", "framework", "precision", "recompute")
 TEXTS_OR_NONE = ("interconnect", "notes")
 ARCH = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 # What a model may be besides; biases and tied tables are not told apart.
-TRAITS = ("gated_mlp", "bias", "tied_embeddings")
+TRAITS = ("gated_mlp", "bias", "tied_embeddings", "qk_norm")
+# Counts that models of other kinds have.
+EXTRAS = ("head_dim", "experts", "active_experts", "expert_ffn", "shared_experts")
 MOST = 2**31  # of any count
 # What makes two rows runs of one setting.
 SETTING = ("arch", *COUNTS, *COUNTS_OR_NONE, *TEXTS, "interconnect", "zero", "sequence_parallel")
@@ -66,6 +68,14 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0
 
 
+def node_of(row: Row) -> int:
+    """GPUs that NVLink joins: those of a node, or of a rack of 72 (GB200, GB300), which jobs divide evenly."""
+    gpus = row["gpus"]
+    if "GB200" in row["gpu"] or "GB300" in row["gpu"]:
+        return max(size for size in range(1, 73) if not gpus % size)
+    return min(row.get("gpus_per_node") or 8, 8, gpus)
+
+
 def untimed(row: Any) -> str:
     """Why a row has no seconds to be compared with; empty where it has."""
     if not isinstance(row, Mapping):
@@ -90,6 +100,7 @@ def incomplete(row: Any) -> str:
     if missing := [name for name, value in needed.items() if value in (None, "")]:
         return f"{', '.join(missing)}: not stated, and prices need it"
     stated = needed | {name: row[name] for name in (*COUNTS_OR_NONE, *TEXTS_OR_NONE) if row.get(name) is not None}
+    stated |= {f"arch.{name}": arch[name] for name in EXTRAS if arch.get(name)}
     texts = (*TEXTS, *TEXTS_OR_NONE)
     if odd := [name for name, value in stated.items() if name in texts and not isinstance(value, str)]:
         return f"{', '.join(odd)}: no text"
@@ -98,7 +109,7 @@ def incomplete(row: Any) -> str:
     flags = {name: arch.get(name) for name in TRAITS} | {"sequence_parallel": row.get("sequence_parallel")}
     if odd := [name for name, value in flags.items() if value is not None and not isinstance(value, bool)]:
         return f"{', '.join(odd)}: neither true nor false"
-    if more := [name for name, value in arch.items() if name not in (*ARCH, *TRAITS) and value]:
+    if more := [name for name, value in arch.items() if name not in (*ARCH, *TRAITS, *EXTRAS) and value]:
         return f"a model of another kind than GPT and Llama: {', '.join(map(str, more))}"
     return _apart(row, arch)
 
@@ -114,11 +125,11 @@ def _apart(row: Row, arch: Row) -> str:
         return "more stages than layers"
     if row["seq"] % cp:
         return "a sequence that cp does not divide"
-    if row["gpus"] % (per_node := min(row.get("gpus_per_node") or 8, 8, row["gpus"])):
-        return f"GPUs that do not fill nodes of {per_node}"
+    if row["gpus"] % node_of(row):
+        return f"GPUs that do not fill nodes of {node_of(row)}"
     if not (zero in (0, 1, 2, 3) and not isinstance(zero, bool)) and not str(zero).startswith("per stage"):
         return "zero: neither 0, 1, 2, 3 nor per stage"
-    if not row["precision"].startswith(("fp16", "bf16", "fp8")):
+    if not any(name in row["precision"].casefold() for name in ("fp16", "bf16", "fp8")):
         return f"precision: not known: {row['precision']}"
     if row["recompute"] not in ("none", "full", "selective(op)", "selective(attention core)") and not row[
         "recompute"

@@ -8,6 +8,9 @@ coverage are those of the other groups.
 The interval is the factor's: nine of ten runs lie in it if logarithms of measured / predicted spread as in that
 quarter, which counts by its groups beside ``PRIOR`` groups with the spread ``SPREAD``, that of all families together.
 
+What a row leaves open is assumed (``published_defaults.py``): of the settings that fit, the row has the middle of
+those with its software's defaults, and its interval reaches from the fastest of all to the slowest.
+
 Peaks of memory are compared without a factor (``published_bytes.py``); the last column counts the runs that are said
 not to fit, of those that ran out of memory and of those that ran. A row that cannot be priced is counted by its reason
 (``published_rows.py``).
@@ -30,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from published_bytes import monitored, peak_bytes, room
+from published_defaults import Setting, settings_of
 from published_prices import approximated, seconds_of, unplanned, unpriced
 from published_rows import Row, by_setting, family_of, is_positive, once, read, setting_of
 
@@ -48,10 +52,14 @@ def group_of(row: Row) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A published row and its predicted seconds."""
+    """A published row and its predicted seconds. ``low``, ``high``: predicted seconds of all settings that it may have
+    been run with, as parts of ``seconds``; ``assumed``: what of ``row``, one of them, was not stated."""
 
     row: Row
     seconds: float
+    low: float = 1.0
+    high: float = 1.0
+    assumed: tuple[str, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -85,7 +93,7 @@ class Judged:
 
     @property
     def inside(self) -> bool:
-        return self.low <= self.found.ratio <= self.high
+        return self.low / self.found.high <= self.found.ratio <= self.high / self.found.low
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +185,7 @@ class Held:
     ran: Counter[bool] = field(default_factory=Counter)
     out: Counter[bool] = field(default_factory=Counter)
 
-    def add(self, row: Row) -> None:
-        predicted = peak_bytes(row)
+    def add(self, row: Row, predicted: float) -> None:
         counted = self.out if row["status"] == "oom" else self.ran
         counted[predicted > room(row)] += 1
         if row["status"] == "ok" and is_positive(row.get("peak_mem_gib")):
@@ -192,29 +199,75 @@ class Held:
         return [error, out + ran]
 
 
+@dataclass(slots=True)
+class Priced:
+    """What is known of a row: ``found`` (None: its seconds cannot be predicted or compared, for a ``reason``), and its
+    ``row`` as it was priced, with its ``peak`` (None: not known)."""
+
+    row: Row | None = None
+    peak: float | None = None
+    found: Found | None = None
+    reason: str = ""
+
+
+def priced(row: Any) -> Priced:
+    """Price a row with what it states, and with what its software does where it states nothing."""
+    settings = settings_of(row)
+    possible = [setting for setting in settings if not unplanned(setting.row)]
+    reason = unpriced(possible[0].row if possible else settings[0].row)
+    if not possible:
+        return Priced(reason=reason)
+    try:
+        fitting = fitting_of(possible)
+        seconds = [] if reason else [seconds_of(setting.row) for setting, _ in fitting]
+    except (sw.ShardwiseError, RuntimeError) as error:  # torch's, of tensors that are too large to be described
+        return Priced(reason=reason or f"cannot be planned: {str(error).splitlines()[0]}")
+    defaults = [i for i, (setting, _) in enumerate(fitting) if setting.is_default] or list(range(len(fitting)))
+    if reason:
+        setting, peak = fitting[min(defaults, key=lambda i: fitting[i][1])]
+        return Priced(setting.row, peak, reason=reason)
+    parts = [taken / setting.row["step_time_s"] for (setting, _), taken in zip(fitting, seconds, strict=True)]
+    own = [parts[i] for i in defaults]
+    middle = sqrt(min(own) * max(own))
+    setting, peak = fitting[min(defaults, key=lambda i: abs(log(parts[i] / middle)))]
+    found = Found(
+        setting.row, middle * setting.row["step_time_s"], min(parts) / middle, max(parts) / middle, setting.assumed
+    )
+    return Priced(setting.row, peak, found)
+
+
+def fitting_of(settings: Sequence[Setting]) -> list[tuple[Setting, float]]:
+    """Return the settings whose peaks fit, with these; without any, the smallest. A row that states all of it ran."""
+    peaks = [(setting, peak_bytes(setting.row)) for setting in settings]
+    fitting = [(setting, peak) for setting, peak in peaks if peak <= room(setting.row)]
+    return fitting or [min(peaks, key=lambda one: one[1])]
+
+
 def report(family: str, rows: Sequence[Any], show: bool) -> None:
     """A line of what a family comes to, and lines of what it is not."""
     rows, repeated = once(rows)
-    found, held, missing, approximately = [], Held(), Counter[str](), Counter[str]()
+    found, held, missing, notes = [], Held(), Counter[str](), Counter[str]()
     if repeated:
         missing["the same row again"] = repeated
     for row in rows:
-        reason = unpriced(row)
-        try:
-            if not unplanned(row) and row.get("status") in ("ok", "oom"):
-                held.add(row)
-            if not reason:
-                found.append(Found(row, seconds_of(row)))
-        except (sw.ShardwiseError, RuntimeError) as error:  # torch's, of tensors that are too large to be described
-            reason = reason or f"cannot be planned: {str(error).splitlines()[0]}"
-        if reason:
-            missing[reason] += 1
+        known = priced(row)
+        if known.row is not None and known.peak is not None and known.row.get("status") in ("ok", "oom"):
+            held.add(known.row, known.peak)
+        if known.found is None:
+            missing[known.reason] += 1
             continue
-        if said := approximated(row):
-            approximately[said] += 1
+        one = known.found
+        found.append(one)
+        if text := approximated(one.row):
+            notes[f"approximated: {text}"] += 1
+        if fields := sorted({assumption.split()[0] for assumption in one.assumed}):
+            notes[f"assumed: {', '.join(fields)}"] += 1
         if show:
-            one = found[-1]
-            print(f"|   {row.get('id')} | {one.seconds:.3f} s | {row['step_time_s']:.3f} s | {1 / one.ratio:.3f} |")
+            assumed = f" | {', '.join(one.assumed)}" if one.assumed else ""
+            cells = [row.get("id"), f"{one.seconds:.3f} s", f"{one.row['step_time_s']:.3f} s", f"{1 / one.ratio:.3f}"]
+            if one.low < one.high:
+                cells[-1] += f" ({one.low / one.ratio:.3f}-{one.high / one.ratio:.3f})"
+            print(f"|   {' | '.join(map(str, cells))}{assumed} |")
     raw = [1 / one.ratio for one in found]
     cells = [f"{len(found)} of {len(rows) + repeated}"]
     cells.append(f"{median(raw):.2f} ({min(raw):.2f}-{max(raw):.2f})" if raw else "")
@@ -228,10 +281,10 @@ def report(family: str, rows: Sequence[Any], show: bool) -> None:
     cells += held.cells()
     print(f"| {family} | {' | '.join(cells)} |", flush=True)
     empty = " |" * (len(cells) - 1)
-    notes = [f"approximated: {count}: {said}" for said, count in approximately.most_common()]
-    notes += [f"not: {count}: {reason}" for reason, count in missing.most_common()]
-    notes += [f"contradict each other: {said}" for said in contradictions(one.row for one in found)]
-    for note in notes:
+    lines = [f"{count}: {text}" for text, count in notes.most_common()]
+    lines += [f"not: {count}: {reason}" for reason, count in missing.most_common()]
+    lines += [f"contradict each other: {said}" for said in contradictions(one.row for one in found)]
+    for note in lines:
         print(f"| {family} | {note} |{empty}")
 
 

@@ -5,8 +5,8 @@ search (rules, atoms), of building the tables, of the search, and of building th
 of its own, and what of it was there before capture began (torch, transformers); and what was found. Seconds are CPU
 time of the one thread that works, so that other work on the machine counts little; of several mesh shapes tables and
 search are the sum over all. Memory is not limited: without recomputation these batches fit nowhere.
-Run ``python benchmarks/search_scale.py [case ...]`` (``make bench-search``); ``--growth`` prints the curves over
-layers, devices and mesh axes.
+Run ``python benchmarks/search_scale.py [case ...]``; ``--growth`` (``make bench-search BENCH_ARGS=--growth``) prints
+the curves over layers, devices and mesh axes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Times training steps: plain PyTorch, tensor and data parallelism by hand, DTensor, DDP, FSDP2, and ours.
 
+The row check-finite compares ours, with the check for NaN in every step, to ours without it.
+
 Every row is one run of its own ranks (gloo, one thread each), in which all contenders train the same model from the
 same weights. They must agree on the losses before anything is timed. Then they take turns, step by step, in an order
 that changes from round to round: a machine's speed drifts by more than what is measured, so the ratio of two contenders
@@ -175,7 +177,7 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         if "trivial" in options.rows:
             jobs.append(base)
         for num_ranks in options.ranks:
-            for row in ("tp", "dp", "zero-1", "zero-3", "dp-tp"):
+            for row in ("tp", "dp", "zero-1", "zero-3", "check-finite", "dp-tp"):
                 if row in options.rows and (row != "dp-tp" or (num_ranks >= 4 and num_ranks % 2 == 0)):
                     jobs.append(replace(base, row=row, num_ranks=num_ranks))
     return jobs

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import signal
 
+os.environ["SHARDWISE_CACHE"] = "off"  # every test searches, unless it is about the cache
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for every process a test starts
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -65,7 +67,9 @@ QUICK_SHARE = 0.33  # of the tests that run in one process
 
 @cache
 def _starts_processes(path: Path) -> bool:
-    return any(word in path.read_text(encoding="utf-8") for word in ("run_ranks", "run_on_ranks", "subprocess"))
+    return any(
+        word in path.read_text(encoding="utf-8") for word in ("run_ranks", "run_cases", "run_on_ranks", "subprocess")
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -94,6 +98,19 @@ def _same_random_numbers() -> None:
 
 
 @pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the API logs of its progress, line by line."""
+    lines: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("shardwise.progress")
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
 def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """``run_ranks(function, num_ranks, *args)``: what a module-level test function returns on each of some real gloo
     ranks.
@@ -105,5 +122,17 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
 
     def run(function: Callable[..., Any], num_ranks: int, *args: Any, time_limit_seconds: float = 600.0) -> list[Any]:
         return run_on_ranks(function, num_ranks, args, tmp_path, time_limit_seconds)
+
+    return run
+
+
+@pytest.fixture
+def run_cases(tmp_path: Path) -> Callable[..., list[list[Any]]]:
+    """``run_cases(function, num_ranks, cases)``: per case, what the function returns for it on each rank. The ranks are
+    started once for all cases, each of which is a tuple of arguments."""
+
+    def run(function: Callable[..., Any], num_ranks: int, cases: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
+        ranks = run_on_ranks(function, num_ranks, tuple(cases), tmp_path, 600.0, is_each=True)
+        return [list(found) for found in zip(*ranks, strict=True)]
 
     return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -62,3 +62,24 @@ def holds(text: str, value: str) -> bool:
     before = r"(?<!\w)(?<!\d[.,])" if re.match(r"\w", value) else ""
     after = r"(?!\w)(?![.,]\d)" if re.search(r"\w\Z", value) else ""
     return re.search(before + re.escape(value) + after, text) is not None
+
+
+Errors = type[BaseException] | tuple[type[BaseException], ...]
+
+
+def message(action: Callable[[], object], error: Errors = ShardwiseError) -> str:
+    """Return what an error says, on a rank that is to tell it; "" where there is none."""
+    try:
+        action()
+    except error as raised:
+        return str(raised)
+    return ""
+
+
+def refusal(action: Callable[[], object], error: Errors = (ShardwiseError, RuntimeError)) -> str:
+    """Return the class and the text of an error; "accepted" where there is none."""
+    try:
+        action()
+    except error as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "accepted"

@@ -38,7 +38,7 @@ def main() -> int:
         report(page)
         settings = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1")
         picture = FOLDER / "report.png"
-        command = (browser, *settings, "--window-size=1100,1000", f"--screenshot={picture}", page.as_uri())
+        command = (browser, *settings, "--window-size=1200,1000", f"--screenshot={picture}", page.as_uri())
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     return 0
 

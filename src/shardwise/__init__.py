@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from shardwise.layouts.mesh import Mesh
     from shardwise.planning.fits import fits
     from shardwise.plans.plan import Plan
+    from shardwise.prepare import prepare
     from shardwise.proof.rule_check import check_rule
     from shardwise.proof.verify import verify
     from shardwise.rules.custom import rule
     from shardwise.runtime.guards.elementwise_optimizers import elementwise_optimizer
+    from shardwise.runtime.guards.matrix_optimizers import matrix_optimizer
     from shardwise.runtime.guards.norms import clip_grad_norm
     from shardwise.runtime.initial.deferred import deferred
     from shardwise.runtime.parallel import Parallel
@@ -55,10 +57,12 @@ _HOMES = {
     "shardwise.graph.stage_marks": ("stage",),
     "shardwise.layouts.mesh": ("Mesh",),
     "shardwise.plans.plan": ("Plan",),
+    "shardwise.prepare": ("prepare",),
     "shardwise.search.zero": ("Zero",),
     "shardwise.rules.custom": ("rule",),
     "shardwise.runtime.initial.deferred": ("deferred",),
     "shardwise.runtime.guards.elementwise_optimizers": ("elementwise_optimizer",),
+    "shardwise.runtime.guards.matrix_optimizers": ("matrix_optimizer",),
     "shardwise.runtime.guards.norms": ("clip_grad_norm",),
     "shardwise.runtime.parallel": ("Parallel",),
     "shardwise.runtime.parallelize": ("parallelize",),
@@ -122,11 +126,13 @@ __all__ = [
     "full_tensor",
     "init_ranks",
     "load_checkpoint",
+    "matrix_optimizer",
     "norms",
     "offload",
     "parallelize",
     "plan",
     "planned",
+    "prepare",
     "rank",
     "recompute",
     "results",

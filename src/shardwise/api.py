@@ -20,14 +20,13 @@ from shardwise.graph.segments import Recompute
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
 from shardwise.planning.execute import execute
+from shardwise.planning.plan_cache import PlanCache
 from shardwise.planning.suggestions import execute_or_suggest
-from shardwise.plans.bind import program_of
-from shardwise.plans.micro_batch_search import Example, planned_graph
+from shardwise.plans.micro_batch_search import planned_program
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import prices_of
 from shardwise.plans.request import SEARCHES, PlanRequest, SearchName
 from shardwise.plans.result import PlanningResult, plan_of
-from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.vjp import VjpCache
 from shardwise.report.comparison import ComparedPlan, Comparison
 from shardwise.rules.keyed_rows import IMBALANCE
@@ -57,7 +56,7 @@ def plan(
     memory_bytes: float | None = None,
     strategies: Mapping[str, Any] | None = None,
     layouts: Mapping[str, Kept] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     imbalance: float = IMBALANCE,
     recompute: Recompute | Literal["auto"] | None = "auto",
     offload: Offload = "auto",
@@ -65,6 +64,7 @@ def plan(
     stages: int | Literal["marked", "auto"] | None = None,
     schedule: str | None = None,
     seconds: float | None = None,
+    cache: bool = True,
 ) -> PlanningResult:
     """Choose how to split ``module`` over a cluster, and return the plan.
 
@@ -81,6 +81,8 @@ def plan(
         loss: ``loss(output, *targets)``, for a module that does not return its loss. The targets are the last inputs.
         optimizer: The optimizer whose states and temporaries count as memory; ``sw.verify`` steps with it. Add
             ``fused``, ``foreach`` or ``single`` (``"adamw fused"``) if it does not update as torch does by default.
+            ``"muon"``, ``"adafactor"``, ``"shampoo"``, ``"soap"`` and ``"adam8bit"`` update each matrix that is split
+            on one device, which gathers it. With ``"lbfgs"`` (``"lbfgs 10"``: a history of 10) each device gathers all.
             With ``"... on host"`` its states stay in host memory between steps; the update brings them to the device
             in groups of parameters.
         precision: The dtypes of compute, storage and reductions, if they differ from the model's (``sw.Precision``).
@@ -89,7 +91,7 @@ def plan(
             ``"sharding_propagation"``, which completes them.
         mesh: The mesh; with ``stages``, the mesh of one stage. By default searches by price try all shapes of up to
             ``max_mesh_axes`` axes that respect the cluster's levels. They name an axis by its role if it has only one
-            (``plans.axis_names``). Otherwise the default is one axis ``dp`` over all devices.
+            (``search.axis_names``). Otherwise the default is one axis ``dp`` over all devices.
         max_mesh_axes: The largest number of axes of the meshes that are tried.
         global_batch: Samples of an optimizer step. ``par.step`` takes the whole batch.
         micro_batch: Samples of a micro-batch; a step runs as many micro-batches as it needs. If the inputs have
@@ -112,7 +114,8 @@ def plan(
             ``"[32@dp, 512]"``, or the number of parts per dim, ``(8, 1)``. The rest is chosen as if these were free,
             and they are converted. Use it for the way a data loader splits its batches, for example.
         bucket_bytes: The largest message, in bytes, that carries several gradients or gathered parameters; 0: one
-            message each.
+            message each. Default: 25 MiB, or where layouts are chosen by price, without stages, the size with the
+            shortest simulated step that fits.
         imbalance: Rows that are planned for on the busiest device that owns experts, over the mean of the owners, in
             seconds and bytes. A step may have more: it takes longer, and needs more memory than was planned.
         recompute: What backward recomputes. ``"full"``, ``"cheap"``, ``"gathers"`` or ``"cheap+gathers"``
@@ -134,6 +137,9 @@ def plan(
             stages per pipeline rank; loops run as many as the name gives, ``"Interleaved1F1B:4"``.
         seconds: When planning ends. The result is the best plan that was found by then, and a warning says by which
             share it may be slower than others. Ctrl-C has the same effect once there is a plan. Default: no deadline.
+        cache: Whether a plan of the same graph, cluster, settings and versions is read from the user's cache folder,
+            and kept there (``planning.plan_cache``). The environment variable SHARDWISE_CACHE names another folder, or
+            is ``off``.
 
     Returns:
         The result: ``.plan`` is data to print, save or give to ``sw.parallelize``; ``.report`` answers why it was
@@ -154,7 +160,7 @@ def plan(
     )  # fmt: skip
     if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise ShardwiseError(f"seconds is {seconds!r}", fix="seconds for planning, above 0; None: no deadline")
-    return execute_or_suggest(request, inf if seconds is None else seconds)
+    return execute_or_suggest(request, inf if seconds is None else seconds, PlanCache.of_user() if cache else None)
 
 
 def compare(
@@ -163,7 +169,6 @@ def compare(
     cluster: Cluster | str | int,
     *,
     searches: Sequence[SearchName] = SEARCHES,
-    kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
     **settings: Any,
 ) -> Comparison:
@@ -173,7 +178,7 @@ def compare(
 
     Args:
         searches: Names of the searches, a list or tuple; by default all.
-        **settings: Other settings of ``sw.plan``.
+        **settings: Other arguments of ``sw.plan``.
 
     Returns:
         One row per search. If a search raises PlanError (nothing fits), its row holds the error.
@@ -183,7 +188,7 @@ def compare(
     """
     if not isinstance(searches, list | tuple):
         raise ShardwiseError(f"searches is {shorten_repr(searches)}", fix=f"a list of some of {', '.join(SEARCHES)}")
-    given = PlanRequest.of(module, example_inputs, cluster, kwargs=kwargs, loss=loss, **settings)
+    given = PlanRequest.of(module, example_inputs, cluster, loss=loss, **settings)
     vjp_cache, rows = VjpCache(), []
     for search in searches:
         request, start = given.varied(search=search), time.perf_counter()
@@ -193,16 +198,8 @@ def compare(
             rows.append(ComparedPlan(search, time.perf_counter() - start, error=str(error)))
             continue
         seconds = time.perf_counter() - start
-        call = Example(
-            module,
-            (request.args, dict(request.kwargs)),
-            loss,
-            request.parallel.strategies,
-            found.precision,
-            found.terms,
-        )
         prices = Prices(Links(request.cluster, found.mesh), found.optimizer, found.micro_batches)
-        spmd = program_of(found, planned_graph(call, found), training=module.training)
+        spmd = planned_program(found, module, (request.args, dict(request.kwargs)), loss)
         rows.append(ComparedPlan(search, seconds, found, simulate(spmd, prices, vjp_cache)))
     return Comparison(tuple(rows), given.cluster)
 
@@ -226,5 +223,4 @@ def step_memory(
         PlanError: The plan does not fit the model.
     """
     data: Plan = plan_of(plan)
-    call = Example.of(data, module, call_arguments(example_inputs, kwargs), loss)
-    return memory_of(program_of(data, planned_graph(call, data), training=module.training), prices_of(data))
+    return memory_of(planned_program(data, module, call_arguments(example_inputs, kwargs), loss), prices_of(data))

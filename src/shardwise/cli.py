@@ -21,6 +21,7 @@ from shardwise.commands.command import EXIT_USAGE, Command, Parser, add_output
 from shardwise.commands.json_output import cluster_data, show
 from shardwise.commands.models import BuildError
 from shardwise.commands.plans import PLAN_COMMANDS, run_rank_alone
+from shardwise.commands.recipe import add_recipe, write_recipe
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import families, format_cluster
 from shardwise.errors import LaunchError, ShardwiseError
@@ -253,8 +254,13 @@ def _clusters(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _recipe(chosen: argparse.Namespace) -> int:
+    return write_recipe(chosen, main)
+
+
 COMMANDS: tuple[Command, ...] = (
     *PLAN_COMMANDS,
+    Command("recipe", "write a training script and a plan for a published model", add_recipe, _recipe, has_json=False),
     Command("run", "start the ranks of a training script on this machine", _add_run_arguments, _run, has_json=False),
     Command("calibrate", "measure this machine and write a cluster file", _add_calibrate_arguments, _calibrate),
     Command("clusters", "list the bundled clusters, or show one", _add_clusters_arguments, _clusters),

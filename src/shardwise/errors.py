@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal
 
 # Sections of docs/errors.md, each with a program that raises the error and one that does not.
@@ -117,7 +119,10 @@ class PlanWarning(UserWarning):
 
 class NothingFits(PlanError):
     """Raised if no plan fits. ``what``, ``facts``, ``fix``: the parts of the message; ``computed``: fixes by
-    arithmetic, which are named where none was planned."""
+    arithmetic, which are named where none was planned; ``search_seconds``: CPU seconds of planning, where a
+    cache keeps it."""
+
+    search_seconds = 0.0
 
     def __init__(self, what: str, facts: Sequence[tuple[str, str]], fix: str, computed: Sequence[str] = ()) -> None:
         super().__init__(what, facts=facts, fix=fix, section="nothing-fits")
@@ -137,6 +142,10 @@ class NothingFits(PlanError):
 
 class LaunchError(ShardwiseError):
     """Ranks cannot be started, or do not agree."""
+
+
+class ModelAttributeError(ShardwiseError, AttributeError):
+    """An attribute of the model is not one of the parallel module that stands for it."""
 
 
 class CollectiveError(ShardwiseError, RuntimeError):
@@ -210,8 +219,24 @@ def problem(
     return text
 
 
+_recorded: ContextVar[list[tuple[str, str]] | None] = ContextVar("recorded", default=None)
+
+
+@contextmanager
+def recorded_warnings() -> Iterator[list[tuple[str, str]]]:
+    """Record the warnings of ``warn_user`` in this context, as (class, message); they are raised as usual."""
+    warned: list[tuple[str, str]] = []
+    token = _recorded.set(warned)
+    try:
+        yield warned
+    finally:
+        _recorded.reset(token)
+
+
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the line outside of this package, and of torch (``nn.Module.__call__``), that led here."""
+    if (recorded := _recorded.get()) is not None:
+        recorded.append((category.__name__, message))
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("shardwise", "torch"):
         level, frame = level + 1, frame.f_back

@@ -47,6 +47,19 @@ def report_best(seconds: float, bound: float) -> None:
         listener.best = seconds, bound or listener.best[1]
 
 
+def report_verdict(text: str) -> None:
+    """Show what is known already, at once and as a line of its own."""
+    listener = _listener.get()
+    if listener is not None:
+        listener.line(text)
+
+
+def is_shown() -> bool:
+    """Return whether someone sees the progress: on a terminal, in lines, or as records of the logger."""
+    listener = _listener.get()
+    return listener is not None and listener.is_seen()
+
+
 def each(items: Sequence[_Item], what: Callable[[_Item], str]) -> Iterator[_Item]:
     """Yield the items in order, and report the progress at each. ``what`` describes the work on an item."""
     for done, item in enumerate(items):
@@ -66,7 +79,8 @@ def show_progress(what: str, *, lines: bool = False) -> Iterator[None]:
         return
     if not sys.stderr.isatty():
         write = _print_line if lines else _log_line
-        token = _listener.set(_Display(lambda text: write(f"{what}: {text}"), LINE_SECONDS))
+        is_seen = (lambda: True) if lines else (lambda: _LOGGER.isEnabledFor(logging.INFO))
+        token = _listener.set(_Display(lambda text: write(f"{what}: {text}"), LINE_SECONDS, is_seen=is_seen))
         try:
             yield
         finally:
@@ -80,7 +94,10 @@ def show_progress(what: str, *, lines: bool = False) -> Iterator[None]:
         appears = threading.Timer(SHOWN_AFTER_SECONDS, lambda: progress.update(task, visible=True))
         appears.daemon = True
         appears.start()
-        token = _listener.set(_Display(lambda text: progress.update(task, description=text)))
+        display = _Display(
+            lambda text: progress.update(task, description=text), line=lambda text: console.print(text, markup=False)
+        )
+        token = _listener.set(display)
         try:
             yield
         finally:
@@ -101,10 +118,17 @@ def _log_line(text: str) -> None:
 
 class _Display:
     """A listener that writes a line with the estimated time left, at the average time per item so far, and the best
-    plan so far. ``every``: seconds between two lines, and before the first."""
+    plan so far. ``every``: seconds between two lines, and before the first; ``line``: writes what stays (None: as
+    ``write``); ``is_seen``: returns whether someone reads it."""
 
-    def __init__(self, write: Callable[[str], None], every: float = 0.0) -> None:
-        self.write, self.every = write, every
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        every: float = 0.0,
+        line: Callable[[str], None] | None = None,
+        is_seen: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.write, self.every, self.line, self.is_seen = write, every, line or write, is_seen
         self.counted = self.written = clock()
         self.best: tuple[float, float] = inf, 0.0  # seconds of a step, and their lower bound
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "auto_plans.py"
-NAMES = ["data parallel", "data parallel, again", "dynamic_programming", "ilp", "recursive_programming"]
+NAMES = ["data parallel", "data parallel, again", "dynamic_programming", "recursive_programming"]
 
 
 @pytest.mark.long

@@ -18,6 +18,8 @@ from raising import raises
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ARCH = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocab": 512, "gated_mlp": False}
+GATED = {**ARCH, "gated_mlp": True, "kv_heads": 2}
+EXPERTS = {**GATED, "experts": 8, "active_experts": 2}
 TINY = {
     "id": "tiny", "family": "tiny", "framework": "Megatron-DeepSpeed", "gpu": "A100-80GB", "gpus": 4, "tp": 2, "pp": 2,
     "dp": 1, "zero": 0, "seq": 64, "micro_batch": 2, "global_batch": 16, "recompute": "full", "precision": "fp16",
@@ -36,6 +38,12 @@ def prices(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def runs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("published_runs")
+
+
+@pytest.fixture
+def defaults(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("published_defaults")
 
 
 @pytest.fixture
@@ -111,10 +119,15 @@ def test_stages_of_their_own_are_read_from_the_row(prices: ModuleType) -> None:
         ({"gpus": 12, "pp": 6, "arch": {**ARCH, "layers": 6}}, "GPUs that do not fill nodes of 8"),
         ({"recompute": "half"}, "recompute: not known: half"),
         ({"precision": "fp32"}, "precision: not known: fp32"),
-        ({"arch": {**ARCH, "experts": 8}}, "a model of another kind than GPT and Llama: experts"),
+        ({"arch": {**ARCH, "latent": 8}}, "a model of another kind than GPT and Llama: latent"),
+        ({"arch": {**ARCH, "experts": 8}}, "experts that are not gated, or an unknown number that a token meets"),
+        (
+            {"arch": {**EXPERTS, "experts": 6}, "ep": 4},
+            "experts that ep does not divide, or more of it than GPUs of a stage",
+        ),
         ({"arch": {**ARCH, "ffn": 192}}, "a model of another kind than GPT and Llama"),
         ({"recompute": "per stage: [1,"}, "stages that differ and are not listed"),
-        ({"ep": 4}, "expert parallelism on axes of its own"),
+        ({"ep": 4}, "ep of a model without experts"),
         ({"interconnect": "0 Gb/s per node"}, "interconnect: a network without bandwidth"),
         ({"arch": {**ARCH, "vocab": 1}}, "a vocabulary smaller than tp"),
     ],
@@ -122,6 +135,104 @@ def test_stages_of_their_own_are_read_from_the_row(prices: ModuleType) -> None:
 def test_what_is_not_priced_has_a_reason(prices: ModuleType, change: dict[str, Any], why: str) -> None:
     assert prices.unpriced(TINY) == ""
     assert prices.unpriced({**TINY, **change}) == why
+
+
+def test_what_a_row_leaves_open_is_its_software_s(defaults: ModuleType) -> None:
+    """Defaults of each software, degrees from their product, seconds from tokens, sizes from the model's name."""
+    whole = {**TINY, "vpp": 1, "cp": 1, "sequence_parallel": False}
+    assert defaults.settings_of(whole) == [defaults.Setting(whole)]
+    left_open = {
+        **TINY,
+        "model": "Llama 3 8B",
+        "recompute": None,
+        "micro_batch": None,
+        "arch": None,
+        "dp": None,
+        "zero": None,
+    }
+    left_open |= {"tp": None, "step_time_s": None, "tokens_per_s_per_gpu": 128.0, "status": None}
+    of = {
+        name: defaults.settings_of({**left_open, "framework": name})
+        for name in ("NeMo 25", "torchtitan", "Megatron-LM")
+    }
+    titan, nemo = of["torchtitan"][0].row, of["NeMo 25"]
+    assert (titan["zero"], titan["recompute"], titan["micro_batch"]) == (3, "selective(op)", 1)
+    assert (titan["tp"], titan["dp"], titan["arch"]["hidden"], titan["arch"]["kv_heads"]) == (1, 2, 4096, 8)
+    assert titan["step_time_s"] == 16 * 64 / (128 * 4)
+    assert {"recompute selective(op)", "arch.layers 32", "dp 2", "step_time_s 2"} <= {*of["torchtitan"][0].assumed}
+    assert {(one.row["recompute"], one.row["micro_batch"], one.row["vpp"]) for one in nemo} >= {
+        ("none", 1, 1),
+        ("full", 8, 4),
+    }
+    told = [one.row["vpp"] == 1 and one.row["recompute"] == "none" for one in nemo]
+    assert [one.is_default for one in nemo] == told
+    assert {one.row["zero"] for one in nemo} == {1}
+    assert {one.row["zero"] for one in of["Megatron-LM"]} == {0}
+    split = defaults.settings_of({**TINY, "framework": "NeMo", "sequence_parallel": None})[0].row
+    assert split["sequence_parallel"]
+    assert defaults.settings_of({**TINY, "framework": "DeepSpeed ZeRO-2", "zero": None})[0].row["zero"] == 2
+    synonyms = {**GATED, "num_experts": 8, "top_k": 2}
+    assert defaults.settings_of({**TINY, "arch": synonyms})[0].row["arch"] == EXPERTS
+    for stated, kind in (("selective", "selective(attention core)"), (True, "full"), (False, "none")):
+        assert defaults.settings_of({**TINY, "recompute": stated})[0].row["recompute"] == kind
+
+
+@pytest.mark.parametrize("kind", ["hardware (includes recompute forward)", "model (6N + 12 L d s per token)"])
+def test_seconds_follow_from_flops_whose_formula_is_stated(defaults: ModuleType, kind: str) -> None:
+    """A published row of GPT: 137 TFLOP/s of hardware and 3.528 s (Narayanan et al., 2021, table 1)."""
+    arch = {"layers": 24, "hidden": 2304, "heads": 24, "kv_heads": 24, "ffn": 9216, "vocab": 51200, "gated_mlp": False}
+    row = {
+        **TINY,
+        "arch": arch,
+        "seq": 2048,
+        "micro_batch": 16,
+        "global_batch": 512,
+        "gpus": 32,
+        "tp": 1,
+        "pp": 1,
+        "dp": 32,
+    }
+    row |= {"step_time_s": None, "tflops_per_gpu": 137, "tflops_kind": kind}
+    seconds = defaults.settings_of(row)[0].row["step_time_s"]
+    assert seconds == pytest.approx(3.528 * (1 if "hardware" in kind else 3 / 4), rel=0.02)
+    assert defaults.settings_of({**row, "tflops_kind": None})[0].row["step_time_s"] is None
+
+
+def test_an_open_row_is_an_interval_over_what_fits(runs: ModuleType) -> None:
+    """Its price is the middle of the settings that fit; the row as it is stated lies in the interval."""
+    row = {**TINY, "framework": "Megatron-LM", "seq": 512, "tp": 1, "dp": 2, "recompute": "full", "micro_batch": 4}
+    row["vpp"] = 1
+    stated = runs.priced(row).found
+    found = runs.priced({**row, "recompute": None, "micro_batch": None}).found
+    assert stated.low == stated.high == 1
+    assert found.low == pytest.approx(1 / found.high)
+    assert found.seconds * found.low < stated.seconds <= found.seconds * found.high * 1.0001
+    assert {text.split()[0] for text in found.assumed} == {"recompute", "micro_batch", "cp", "sequence_parallel"}
+    wide = {**row, "arch": {**ARCH, "layers": 96, "hidden": 12288, "heads": 96, "kv_heads": 96, "ffn": 49152}}
+    wide |= {"seq": 2048, "recompute": None, "gpus": 64, "tp": 8, "pp": 8, "dp": 1}
+    full = runs.priced(wide)
+    assert full.found.row["recompute"] == "full", "more does not fit"
+    assert full.found.low == full.found.high == 1
+
+
+def test_experts_exchange_their_tokens(prices: ModuleType) -> None:
+    """Exchanged are a token's rows once for each expert that it meets, there and back, forward and backward; a device
+    has its share of the experts, and computes what a token meets."""
+    experts = importlib.import_module("published_experts").Experts
+    row = {**TINY, "arch": EXPERTS, "tp": 1, "pp": 1, "dp": 4, "gpus": 4, "ep": 4, "recompute": "none"}
+    assert prices.unplanned(row) == ""
+    own = experts.of(row)
+    assert own.exchange_bytes(row) == 2 * 64 * 2 * 2 * 64
+    assert own.computed_width == 2 * 256
+    assert prices.parameters(row)[0] == 2 * 64 * 16 * 6 + 2 * 64 + 8 * 64 + 3 * 64 * 256 * 8 / 4
+    dense = {**row, "ep": None, "arch": {**GATED, "ffn": 512}}
+    alone = {**row, "ep": None}
+    cluster = prices.cluster_of("A100-80GB", 4, 4, "NVLink3")
+    layers, passes = 4, 2
+    more = prices.seconds_of(row) - prices.seconds_of(alone)
+    sent = own.exchange_seconds(row, cluster) - experts.of(alone).exchange_seconds(alone, cluster)
+    assert more == pytest.approx(2 * layers * passes * sent, rel=0.05)
+    assert prices.seconds_of(alone) > prices.seconds_of(dense)
 
 
 def test_approximations_are_said(prices: ModuleType) -> None:
@@ -157,7 +268,7 @@ def test_the_kernel_for_causal_scores_is_not_that_of_the_loss(prices: ModuleType
     from shardwise.costs.kernels import KernelWork
 
     software = prices.Software(fused=True)
-    model = prices.Model(prices.Shape(64, 4, 1, 64, 1, True, False, 512), None, 1, "A100-80GB", "", software)
+    model = prices.Model(prices.Shape(64, 4, 1, 64, 1, True, False, 512), None, 1, "A100-80GB", 8, "", software)
     own = prices.OwnPrices(Links(model.cluster(), prices.sw.Mesh(tp=1)), "none", model=model)
     scores, loss = (own.kernel(KernelWork("softmax", num_bytes=1e9, dtype=dtype)) for dtype in ("bf16", "f32"))
     assert loss == pytest.approx(1.05 / 0.52 * scores, rel=0.01)
@@ -240,7 +351,7 @@ def test_a_stage_holds_its_states_and_its_passes_in_flight(monkeypatch: pytest.M
         return float(held._of_stage(row, 0, held.stages_of(row)[0]))
 
     assert first() - first(global_batch=2) == 2 * (2 * 2 * 64 * 64)
-    layer, end = (numel / 2 for numel in held.parameters(TINY))  # over tp
+    layer, end = held.parameters(TINY)
     assert first(zero=1, dp=1) - first(zero=1, dp=2, gpus=8) == 16 / 2 * (2 * layer + end)
 
 

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "redistribution.py"
 
 
+@pytest.mark.long
 def test_no_pair_sends_more_than_dtensors_redistribute(tmp_path: Path) -> None:
     """DTensor as it is: no pair sends more bytes, and those that need more messages are of one kind, by one message.
     DTensor's planner of least cost, which one has to ask for, plans forward and backward apart: moves whose backward

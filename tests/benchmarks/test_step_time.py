@@ -17,6 +17,7 @@ CONTENDERS = {
     "dp": ["hand written", "hand written, again", "DDP", "FSDP2", "ours"],
     "zero-1": ["DDP", "DDP, again", "hand written", "ours"],
     "zero-3": ["DDP", "DDP, again", "FSDP2", "ours"],
+    "check-finite": ["unchecked", "unchecked, again", "ours"],
 }
 
 

@@ -10,14 +10,20 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import shardwise as sw
 from shardwise import cli
+from shardwise.commands import plans
 from shardwise.commands.models import add_model, model_of
 from shardwise.commands.plans import add_settings
+from shardwise.costs.cluster_file import families
+from shardwise.graph.segments import WAYS
+from shardwise.plans.schedule import SCHEDULES
+from shardwise.search.modes import MODES
 
 MODEL = """
 import torch
@@ -344,6 +350,17 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
     assert running.returncode == 141
 
 
+def test_a_plan_of_a_mode_has_a_page(folder: Path) -> None:
+    assert run("report", "net.py:build", "--cluster", "h100-1x2", "--mode", "data_parallel", "-o", "dp.html") == 0
+    assert "Plans of a mode or by hand have none" in (folder / "dp.html").read_text()
+
+
+def test_a_plan_is_written_before_it_is_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "show", mock.Mock(side_effect=BrokenPipeError))
+    run("plan", "net.py:build", "--cluster", "2", "-o", "plan.json")
+    assert sw.Plan.load("plan.json").mesh.num_devices == 2
+
+
 def test_an_interrupt_ends_a_command_in_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "slow.py").write_text("def build():\n    raise KeyboardInterrupt\n")
     assert run("plan", "slow.py:build", "--cluster", "2") == 130
@@ -362,6 +379,8 @@ def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]
         assert ended.value.code == 0
         script = capsys.readouterr().out
         assert all(word in script for word in ("calibrate", "--global-batch", "--schedule", "--json"))
+        values = {*families(), *SCHEDULES, *WAYS, *MODES, "bf16"}
+        assert {value for value in values if value not in script} == set()
 
 
 @pytest.mark.parametrize(
@@ -369,6 +388,8 @@ def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]
     [
         (("plan", "net.py:build", "--cluster", "2", "--memory", "0"), "memory_bytes is 0"),
         (("plan", "net.py:empty", "--cluster", "h100-1x2"), "the example inputs are None"),
+        (("plan", "net.py:build", "--cluster", "h10"), "did you mean h100?"),
+        (("plan", "net.py:build", "--cluster", "2", "--precision", "bf15"), "each f64, f32, bf16, f16, f8"),
         (("check", "net.py:build", "--plan", "plan.json"), "a plan of shardwise, not of another tool"),
         (
             ("plan", "net.py:build", "--cluster", "2", "--global-batch", str(10**21)),
@@ -446,6 +467,7 @@ def test_help_and_clusters_need_no_torch():
     [
         ("paln", "invalid choice: 'paln'", "did you mean plan?"),
         ("plan", "required: MODEL, --cluster", "shardwise plan --help"),
+        ("plan net.py:build --clster=h100-1x4", "unrecognized arguments: --clster", "did you mean --cluster?"),
         ("plan net.py:build --cluster 2 --precison=bf16", "unrecognized arguments: --precison=bf16", "--precision?"),
         ("fits net.py:build --cluster 2 --mode data-parallel", "--mode: invalid choice", "did you mean data_parallel?"),
         ("plan net.py:build --cluster 2 --zero 4", "invalid choice: 4 (choose from 1, 2, 3)", "shardwise plan --help"),

@@ -123,8 +123,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     chosen = parser.parse_args()
-    with warnings.catch_warnings(), mock.patch("shardwise.programs.activation_offload.SMALLEST_BYTES", 1):
-        warnings.simplefilter("ignore")
+    with (
+        warnings.catch_warnings(action="ignore"),
+        mock.patch("shardwise.programs.activation_offload.SMALLEST_BYTES", 1),
+    ):
         cases = [(case, case.plan().to_json()) for case in drawn(chosen.cases, chosen.seed, chosen.models)]
     print("| case | measured MB | predicted / measured |\n|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -165,6 +165,7 @@ def figures_of(cluster: Cluster) -> list[str]:
         found += [f"levels.{level.name}.efficiency"] * bool(level.efficiency)
         found += [f"levels.{level.name}.in_switch"] * bool(level.in_switch)
         found += [f"levels.{level.name}.hierarchical"] * level.hierarchical
+    found += ["failures"] * (cluster.failures is not None)
     return [*found, "levels.latency", "levels.launch"]
 
 

@@ -19,7 +19,7 @@ from raising import raises
 from shardwise.costs.cluster import Cluster, slowest_device
 from shardwise.costs.cluster_file import format_cluster, parse
 from shardwise.costs.collectives import Links
-from shardwise.costs.kernels import KernelCall, is_dense, kernel_seconds, work_of
+from shardwise.costs.kernels import KernelCall, kernel_seconds, work_of
 from shardwise.costs.memory import busiest_program
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import priced_call
@@ -27,6 +27,7 @@ from shardwise.costs.timeline import simulate_program
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Ref
 from shardwise.plans.bind import program_of
+from shardwise.plans.quantities import format_seconds
 from shardwise.programs.forms import Form
 from shardwise.programs.spmd_steps import OpStep
 from shardwise.programs.vjp import VjpCache
@@ -108,8 +109,8 @@ def test_an_element_by_element_kernel_is_slower_than_its_bytes() -> None:
     transposed = Form((M, N), (1, M), BF16, False)
     assert seconds(copy, transposed, Form.contiguous((M, N), BF16)) > 1.8 * seconds(copy, wide, wide)
     assert seconds(copy, transposed, transposed) == seconds(copy, wide, wide), "in the order of its memory"
-    assert is_dense(transposed)
-    assert not is_dense(Form((N, M // 2), (M, 1), BF16, False))
+    assert transposed.is_dense
+    assert not Form((N, M // 2), (M, 1), BF16, False).is_dense
 
 
 def test_on_a_part_a_kernel_does_a_part() -> None:
@@ -162,6 +163,9 @@ def test_a_compiled_step_goes_over_memory_less_often(compiled_prices: ModuleType
     eager, fused = simulate_program(program, prices), simulate_program(compiled, prices)
     assert fused.compute < 0.92 * eager.compute
     assert fused.peak_bytes < eager.peak_bytes
+    own = simulate_program(program, prices, compiled=True)
+    assert own.compute == pytest.approx(fused.compute, rel=0.05), "without tracing and partitioning it again"
+    assert own.peak_bytes == eager.peak_bytes
     section = next(one for one in compiled.forward if hasattr(one, "target"))
     with raises(AssertionError, "was only priced"):
         section.target.function([])
@@ -208,3 +212,67 @@ def test_steps_of_a_program_are_priced_as_its_list_is() -> None:
     prices = Prices(Links(H100, plan.mesh), "sgd fused")
     added = sum(prices.operator(*priced_call(step, spmd.graph)) for step in spmd.steps if isinstance(step, OpStep))
     assert simulate_program(busiest_program(spmd, VjpCache()), prices).seconds == pytest.approx(added, rel=0.05)
+
+
+@pytest.mark.parametrize(("wide", "faster"), [(False, 1.1), (True, 1.0)])
+def test_a_plan_on_gpus_says_what_its_compiled_step_takes(wide: bool, faster: float) -> None:
+    """Chains of element-wise kernels are one each: memory-bound work gains, products do not."""
+    width, rows = (8192, 8192) if wide else (512, 65_536)
+    layers = [nn.Linear(width, width, bias=False), *([] if wide else [nn.Sigmoid(), nn.Tanh(), nn.Sigmoid()])]
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(*layers), (torch.empty(rows, width), torch.empty(rows, width))
+    plan = sw.plan(model, inputs, "h100-1x1", loss=nn.functional.mse_loss)
+    gain = plan.prediction.simulated_seconds / plan.prediction.compiled_seconds
+    assert faster <= gain <= (1.1 if wide else 3)
+    headline, compiled = str(plan).splitlines()[1:3]
+    assert headline.startswith(f"  step {format_seconds(plan.prediction.compiled_seconds)} (")
+    assert f"eager it takes {format_seconds(plan.prediction.simulated_seconds)} (" in compiled
+    assert plan.prediction.host_wait < plan.prediction.compiled_seconds
+    ascend = sw.plan(model, inputs, "ascend-910b-1x1", loss=nn.functional.mse_loss)
+    assert "compiled" not in str(ascend)
+    assert str(ascend).splitlines()[1].startswith(f"  step {format_seconds(ascend.prediction.simulated_seconds)} (")
+    assert sw.plan(model, inputs, 1, loss=nn.functional.mse_loss).prediction.compiled_seconds == 0, "on CPUs"
+
+
+def test_operators_on_rows_that_follow_keys_are_not_counted_as_compiled() -> None:
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(nn.Sigmoid(), nn.Tanh()), (torch.empty(8192, 8192),)
+    plan = sw.plan(model, inputs, H100)
+    spmd = program_of(plan, capture(model, inputs, {}).graph, training=True)
+    prices = Prices(Links(H100, plan.mesh), "sgd fused")
+    program = busiest_program(spmd, VjpCache())
+    plain = simulate_program(program, prices).seconds
+    assert simulate_program(program, prices, compiled=True).seconds < 0.9 * plain
+    vars(program.spmd)["keyed_operators"] = frozenset(op.name for op in spmd.graph.ops)
+    assert simulate_program(program, prices, compiled=True).seconds == pytest.approx(plain)
+
+
+@pytest.mark.parametrize(("cluster", "schedule", "is_compiled"), [
+    ("h100-1x2", "1F1B", True), ("h100-1x2", "ZBVZeroBubble", False), ("ascend-910b-1x2", "1F1B", False),
+])  # fmt: skip
+def test_a_pipeline_on_gpus_says_what_its_compiled_step_takes(
+    cluster: str, schedule: str, is_compiled: bool, tmp_path: Path
+) -> None:
+    """Memory-bound chains of four stages; schedules that split the backward run eager."""
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.Sigmoid(), nn.Tanh(), nn.Sigmoid()) for _ in range(4)]
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(*layers), (torch.empty(65_536, 512), torch.empty(65_536, 512))
+    stages = 2 if schedule == "1F1B" else 4
+    plan = sw.plan(
+        model, inputs, cluster, loss=nn.functional.mse_loss, stages=stages, schedule=schedule, micro_batch=8192
+    )
+    assert plan.pipeline is not None
+    eager, compiled = plan.pipeline.step_seconds, plan.pipeline.compiled_seconds
+    assert (1.1 * compiled < eager < 3 * compiled) if is_compiled else compiled == 0
+    headline, second = str(plan).splitlines()[1:3]
+    assert headline.startswith(f"  step {format_seconds(compiled or eager)} (")
+    assert (f"eager it takes {format_seconds(eager)} (" in second) == is_compiled
+    asked = sw.fits(
+        model, inputs, cluster, loss=nn.functional.mse_loss, stages=stages, schedule=schedule, micro_batch=8192,
+        seconds=0,
+    )  # fmt: skip
+    assert asked.step_seconds == pytest.approx(compiled or eager)
+    assert asked.step is not None
+    assert asked.step.seconds.low < asked.step_seconds < asked.step.seconds.high
+    plan.save(tmp_path / "plan.json")
+    assert sw.Plan.load(tmp_path / "plan.json").pipeline == plan.pipeline

@@ -74,5 +74,6 @@ def _output(command: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    os.environ["SHARDWISE_CACHE"] = "off"  # as in the test: what a search says is said every time
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {PAGE}")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import shardwise.mindspore as ms
 from shardwise.mindspore.communication import comm_func
+from shardwise.mindspore.named import TABLES
 from shardwise.mindspore.ops.primitive import Primitive
 from shardwise.mindspore.parallel import auto_parallel
 from shardwise.mindspore.parallel import nn as parallel_nn
@@ -49,6 +50,14 @@ def table() -> str:
     lines = ["| where | names |", "|---|---|"]
     for where, names in rows.items():
         lines.append(f"| {where} | {' '.join(f'`{name}`' for name in sorted({*names}))} |")
+    lines += ["", "These are not here: no public program was found that uses them, or others stand for them.", ""]
+    lines += ["| where | not here | in its place |", "|---|---|---|"]
+    for where, gone in TABLES["absent"].items():
+        path = "mindspore" if where == "mindspore" else f"mindspore.{where}"
+        for advice, names in gone.items():
+            lines.append(
+                f"| {path} | {' '.join(f'`{name}`' for name in names.split())} | {advice.replace('{}', '...')} |"
+            )
     return "\n".join(lines)
 
 

@@ -20,7 +20,10 @@ from torch._ops import OpOverload
 
 from rules.harness import make_case
 from rules.samples import SAMPLES
+from shardwise.graph.composites import COMPOSITES
 from shardwise.graph.ir import Graph, Op, Source
+from shardwise.graph.normalize import NORMALIZATIONS
+from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -28,7 +31,7 @@ from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.plans.quantities import format_bytes
 from shardwise.programs.builder import Choice
 from shardwise.programs.spmd import build_spmd
-from shardwise.rules import tables
+from shardwise.rules import RULES, tables
 from shardwise.rules.atoms import factor_graph
 from shardwise.rules.binding import RuleTable
 from shardwise.rules.notation import format_dims
@@ -139,7 +142,7 @@ def _counted(texts: list[str]) -> tuple[str, ...]:
 
 
 def _source(op: Op, rule: OpRule) -> str:
-    entry = tables.RULES[op.target]
+    entry = RULES[op.target]
     entry = entry.func if isinstance(entry, partial) else entry
     lowering = getattr(rule.lowering, "__name__", "")
     file = home_of(op.target)[1].rpartition(".")[2]
@@ -171,14 +174,19 @@ def page(calls: Iterable[tuple[Op, Graph]]) -> str:
         rows = entries.setdefault(op.target, [])
         if entry is not None and entry.rule not in [row.rule for row in rows] and len(rows) < MOST_RULES:
             rows.append(entry)
-    lines = [*_HEAD, f"{len(tables.RULES)} operators have rules.", ""]
+    lines = [*_HEAD, f"{len(RULES)} operators have rules.", ""]
     for module, table in sections().items():
         doc = (import_module(module).__doc__ or "").partition("\n\n")[0].replace("\n", " ")
         lines += [f"## {module.rpartition('.')[2].replace('_', ' ').capitalize()}", "", doc, "", *_TABLE_HEAD]
         for group in _group_equal([entries.get(target, []) for target in table]):
             lines.append(row_of(group))
         lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    others = {target for table in (SIMPLIFICATIONS, NORMALIZATIONS, COMPOSITES) for target in table} - RULES.keys()
+    return "\n".join([*lines, *_WRITTEN_OUT, ", ".join(sorted(map(_name_of, others)))]) + "\n"
+
+
+def _name_of(target: OpOverload) -> str:
+    return f"`{str(target).removesuffix('.default')}`"
 
 
 _HEAD = (
@@ -187,8 +195,8 @@ _HEAD = (
     "Splits and collectives of every operator. Written by `make operators` from the rule tables and the sample",
     "calls of their tests: do not edit. [adding-a-rule.md](adding-a-rule.md) explains the notation.",
     "",
-    "Every operator also runs unsplit, and operators that are not here do only that. A factor splits in one of these",
-    "ways:",
+    "Every operator also runs unsplit, and operators that are not here do only that, but for those at the end, which",
+    "are written as others. A factor splits in one of these ways:",
     "",
     "* *parallel*: each device computes its part. Operands that lack the factor are whole on every device, and each of",
     "  their gradients is summed: an all-reduce of that operand (none if it has no gradient).",
@@ -200,6 +208,13 @@ _HEAD = (
     "The collectives are those of the sample call on two devices, operands stored as the split wants them, in float64;",
     "bytes are those of the whole message on the busiest device (`layouts/conversions.py`), and grow with the factors",
     "named. The last columns: what stays whole; the code and, where there is one, the publication.",
+    "",
+)
+_WRITTEN_OUT = (
+    "## Written as other operators",
+    "",
+    "These split as the operators that capture writes for them (`graph/simplify.py`, `graph/normalize.py`,",
+    "`graph/composites.py`):",
     "",
 )
 _TABLE_HEAD = ("| operator | rule | sample | splits | whole | source |", "|---|---|---|---|---|---|")
@@ -227,8 +242,7 @@ def calls() -> list[tuple[Op, Graph]]:
     """The samples as graphs of one operator, with their operands as sources."""
     found = []
     for sample in SAMPLES:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             case = make_case(sample)
         names = tuple(dict.fromkeys(case.op.operands))
         sources = tuple(Source(name, "input", (name,)) for name in names)

@@ -7,7 +7,7 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from docs.blocks import Block, blocks_of, difference, documents
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from shardwise.planning import suggestions
 
 ROOT = Path(__file__).parents[2]
 PAGES = documents(ROOT)
-RunRanks = Callable[..., list[Any]]
 
 
 @pytest.fixture

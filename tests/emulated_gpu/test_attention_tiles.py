@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from launch.gloo_ranks import RunRanks
 from shardwise.rules.attention_kernels import ATTENTION_ROWS
 from shardwise.rules.ring import RING, zigzag
 
-RunRanks = Callable[..., list[Any]]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float64: 1e-12}
 
 
@@ -58,5 +56,6 @@ def _assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found.detach().cpu().double(), expected.detach(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.long
 def test_the_kernels_of_a_gpu_give_attention_in_tiles(run_gpu_ranks: RunRanks) -> None:
     run_gpu_ranks(attend_in_tiles, 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-RunRanks = Callable[..., list[Any]]
+from launch.gloo_ranks import RunRanks
 
 
 def races_of(work: Callable[[], Any]) -> list[str]:

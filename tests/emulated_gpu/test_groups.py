@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from shardwise.errors import LaunchError
 from shardwise.layouts.placement import Placement
 from shardwise.runtime.communicator import Communicator, backend_of, group_timeout
-
-RunRanks = Callable[..., list[Any]]
 
 
 def create_group(backend: str | None, folder: str, *, sets_device: bool) -> None:

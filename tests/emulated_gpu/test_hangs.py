@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from shardwise.errors import CollectiveError
 from shardwise.runtime import gpu_watcher, messages
 from shardwise.runtime.stage import StageWorker
 
-RunRanks = Callable[..., list[Any]]
 LATE_SECONDS = 3.0  # the emulated time-out
 
 

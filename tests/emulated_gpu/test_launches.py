@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from emulated_gpu.cases import Case, batch, build, make_plan, train_all
+from launch.gloo_ranks import RunRanks
 from shardwise.proof.runs import OPTIMIZERS
 
-RunRanks = Callable[..., list[Any]]
 MOST = 1.1  # of plain PyTorch's
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on the way

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,11 +15,10 @@ import torch.distributed as dist
 
 import shardwise as sw
 from emulated_gpu.cases import Case, batch, build, make_plan, small_models
+from launch.gloo_ranks import RunRanks
 from shardwise.runtime import host_copies, program_cache
 from shardwise.runtime.generation import Generation, current
 from shardwise.train.peers import PeerCopy, Peers
-
-RunRanks = Callable[..., list[Any]]
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on the way
 

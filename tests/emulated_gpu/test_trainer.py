@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers as tf
 
 import shardwise as sw
 from hf.runs import Script, history, llama
+from launch.gloo_ranks import RunRanks
 from shardwise.transformers import ShardwiseTrainer
 
-RunRanks = Callable[..., list[Any]]
 COLUMNS = {f"*.{name}": "n@tp" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
 SCRIPT = Script(
     llama, {"mesh": sw.Mesh(tp=2), "search": "sharding_propagation", "strategies": COLUMNS}, samples=(18, 6)

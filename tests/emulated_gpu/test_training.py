@@ -7,7 +7,7 @@ looks rows of its own table up by indices that the device has. A kernel between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -16,8 +16,7 @@ import torch
 
 import shardwise as sw
 from emulated_gpu.cases import BATCH, TOLERANCE, Case, make_plan, train_all, train_alone, waits_of, worst_error
-
-RunRanks = Callable[..., list[Any]]
+from launch.gloo_ranks import RunRanks
 
 READ, WRITE = "copy device to host (pageable)", "copy host to device (pageable)"
 

@@ -121,8 +121,7 @@ def checked(name: str, called: str, ranks: int, plan: Callable[[], Any]) -> Outc
         signal.signal(own, _too_long)
         signal.setitimer(timer, seconds)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
             try:
                 model = built(name)
                 ids = torch.randint(3, VOCABULARY, (4, 8))

@@ -136,6 +136,7 @@ def test_a_base_model_plan_is_read_for_a_model_with_a_head_and_unused_rules_are_
 
 
 @pytest.mark.parametrize("config", ["transformers", "accelerate"])
+@pytest.mark.sampled(1)
 def test_data_and_tensor_parallelism_together(config: str) -> None:
     if config == "transformers":
         from transformers.distributed.configuration_utils import DistributedConfig

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import shardwise as sw
+from proving import prove
 from raising import raises
 from shardwise.errors import CaptureError, CaptureWarning, LayoutError
 from shardwise.graph.capture import capture
@@ -27,11 +28,7 @@ class Calls(nn.Module):
 
 
 TRANSFORMED = {
-    "vmap": lambda self, x: torch.vmap(lambda row: self.weight @ row)(x),
-    "grad": lambda self, x: torch.func.grad(lambda w: (x @ w).sin().sum())(self.weight),
-    "jacrev": lambda self, x: torch.func.jacrev(lambda w: (x @ w).sum(0))(self.weight),
-    "jvp": lambda self, x: torch.func.jvp(lambda w: (x @ w).sin(), (self.weight,), (self.weight,))[1],
-    "vmap inside": lambda self, x: torch.vmap(lambda row: (row * row).sum())(x @ self.weight),
+    "linearize": lambda self, x: torch.func.linearize(lambda w: (x @ w).sin(), self.weight)[1](self.weight),
     "cond": lambda self, x: torch.cond(x.sum() > 0, lambda y: y @ self.weight, lambda y: y * 2, (x,)),
     "map": lambda self, x: torch._higher_order_ops.map(lambda row: row * 2, x @ self.weight),
     "scan": lambda self, x: torch._higher_order_ops.scan(lambda c, r: (c + r, c * 1), x[0] @ self.weight, x)[1],
@@ -40,7 +37,7 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_constructs_of_torch_are_refused_with_their_own_mend(name):
-    mend = {"cond": "torch.where", "scan": "loop", "map": "loop"}.get(name, "batched")
+    mend = {"cond": "torch.where", "scan": "loop", "map": "loop"}.get(name, "torch.func.jvp")
     construct = {"cond": "torch.cond", "scan": "torch.scan", "map": "torch.map"}.get(name, "torch.func")
     with raises(CaptureError, construct, mend, source="test_announced.py") as refused:
         capture(Calls(TRANSFORMED[name]), (torch.ones(4, 4),))
@@ -104,8 +101,7 @@ def test_batch_norm_that_averages_over_all_batches(affine):
     x = torch.randn(8, 2, 3, 3)
     for options in ({"mode": "data_parallel"}, {}):
         plan = sw.plan(net, x, 4, loss=lambda out: out.sin().mean(), **options)
-        report = sw.verify(net, x, plan, loss=lambda out: out.sin().mean())
-        assert report.ok, report
+        prove(net, x, plan, loss=lambda out: out.sin().mean())
 
 
 @pytest.mark.parametrize("how", [{}, {"stages": 2}])
@@ -115,8 +111,7 @@ def test_so_does_it_over_micro_batches_each_of_which_is_a_batch(how):
     options = {"mode": "data_parallel", "global_batch": 8, "micro_batch": 4, **how}
     with pytest.warns(sw.errors.PlanWarning, match="running statistics"):
         plan = sw.plan(net, x, 2, loss=lambda out: out.sin().mean(), **options)
-    report = sw.verify(net, x, plan, loss=lambda out: out.sin().mean())
-    assert report.ok, report
+    prove(net, x, plan, loss=lambda out: out.sin().mean())
 
 
 def test_a_loss_whose_backward_has_no_kernel_without_memory_is_planned():
@@ -169,11 +164,9 @@ def test_a_synchronized_batch_norm_is_a_batch_norm_of_the_whole_batch(options):
     momentum, options = options.get("momentum", 0.1), {k: v for k, v in options.items() if k != "momentum"}
     net = nn.Sequential(nn.Conv2d(2, 4, 1), nn.SyncBatchNorm(4, momentum=momentum), nn.Flatten(), nn.Linear(36, 2))
     x = torch.randn(8, 2, 3, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", sw.errors.PlanWarning)
+    with warnings.catch_warnings(action="ignore", category=sw.errors.PlanWarning):
         plan = sw.plan(net, x, 2, mode="data_parallel", loss=lambda out: out.sin().mean(), **options)
-    report = sw.verify(net, x, plan, loss=lambda out: out.sin().mean())
-    assert report.ok, report
+    prove(net, x, plan, loss=lambda out: out.sin().mean())
 
 
 class OfTable(nn.Module):

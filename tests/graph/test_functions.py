@@ -123,6 +123,7 @@ ELEMENTWISE = {"scaled", "bound", "reversed", "clipped", "inner", "no gradient"}
 
 @pytest.mark.filterwarnings("ignore::shardwise.errors.UnsplitWarning")
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.sampled(2)
 def test_a_function_is_one_operator_with_its_own_backward_under_every_plan(name):
     net, x = Net(FUNCTIONS[name]), torch.randn(8, 4)
     graph = capture(net, (x,)).graph

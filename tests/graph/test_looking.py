@@ -67,6 +67,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("base", BASES, ids=lambda base: base.__name__)
+@pytest.mark.sampled(16)
 def test_objects_whose_methods_raise_are_captured(place: str, base: type) -> None:
     """Every method of every base, and every method in every place."""
     turn = [*PLACES].index(place) + BASES.index(base)

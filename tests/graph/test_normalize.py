@@ -12,7 +12,7 @@ from torch import nn
 from graph.against_eager import check_against_eager, operators, run_graph
 from shardwise.graph.attention_within import ATTENTION_WITHIN
 from shardwise.graph.capture import capture
-from shardwise.graph.custom_operators import dropout_mask
+from shardwise.graph.custom_operators import dropout_mask, mask_columns
 from shardwise.graph.normalize import NORMALIZATIONS
 from shardwise.graph.normalize_layers import LAYER_NORMALIZATIONS
 from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS
@@ -74,8 +74,18 @@ CASES = {
         [rand(2, 4)],
         ["mm.default"],
     ),
+    "product with a transpose": (lambda a, x: torch.mm(x, a.t().t().t()), [(3, 4)], [rand(2, 4)], ["linear.default"]),
     "baddbmm": (lambda b, a, x: torch.baddbmm(b, x, a, alpha=3), [(2, 1, 3), (2, 4, 3)], [rand(2, 5, 4)], None),
+    "addbmm": (lambda b, a, x: torch.addbmm(b, x, a, beta=2), [(5, 1), (2, 4, 3)], [rand(2, 5, 4)], None),
     "addmv": (lambda b, v, x: torch.addmv(b, x, v), [(2,), (4,)], [rand(2, 4)], ["mv.default", "add.Tensor"]),
+    "addr": (lambda b, v, x: torch.addr(b, x, v, beta=0.5, alpha=2), [(3, 1), (4,)], [rand(3)], None),
+    "margin ranking": (
+        lambda w, x, y: F.margin_ranking_loss(w * x, y, y.sign(), margin=0.3),
+        [(6,)],
+        [rand(6), rand(6)],
+        None,
+    ),
+    "hinge embedding": (lambda w, x, y: F.hinge_embedding_loss(w * x, y.sign()), [(6,)], [rand(4, 6), rand(6)], None),
     "conv1d": (lambda w, b, x: F.conv1d(x, w, b, padding=1), [(3, 4, 3), (3,)], [rand(2, 4, 6)], None),
     "conv1d same": (lambda w, b, x: F.conv1d(x, w, b, padding="same"), [(3, 4, 3), (3,)], [rand(2, 4, 6)], None),
     "conv2d": (lambda w, b, x: F.conv2d(x, w, b, stride=2), [(3, 4, 2, 2), (3,)], [rand(2, 4, 6, 6)], None),
@@ -357,7 +367,7 @@ def test_training_dropout_is_a_mask_of_the_global_index():
     assert seed.kind == "buffer"
     assert captured.graph.by_name[seed.value].dtype == torch.int64
     leaves, _ = run_graph(captured, module, (x,), {})
-    masks = [dropout_mask(torch.tensor(0), p, call, (64, 8), (0, 0), (64, 8)) for call, p in enumerate((0.25, 0.5))]
+    masks = [dropout_mask(torch.tensor(0), p, call, 8, (64, 8), (0, 0), (64, 8)) for call, p in enumerate((0.25, 0.5))]
     torch.testing.assert_close(leaves[0], x * masks[0] / 0.75 * masks[1] / 0.5)
     leaves[0].sum().backward()
     torch.testing.assert_close(module.weight.grad, (x * masks[0] / 0.75 * masks[1] / 0.5).sum(0))
@@ -374,7 +384,7 @@ def test_channel_dropout_and_bernoulli_follow_the_same_hash():
         lambda w, x: (F.dropout2d(x, 0.5), torch.empty_like(x).bernoulli_(0.3), torch.native_dropout(x, 0.5, True))
     )
     leaves, _ = run_graph(capture(module, (x,)), module, (x,), {})
-    channels = dropout_mask(torch.tensor(0), 0.5, 0, (16, 4, 1, 1), (0, 0, 0, 0), (16, 4, 1, 1))
+    channels = dropout_mask(torch.tensor(0), 0.5, 0, 4, (16, 4, 1, 1), (0, 0, 0, 0), (16, 4, 1, 1))
     torch.testing.assert_close(leaves[0], x * channels * 2)
     assert set(leaves[1].unique().tolist()) == {0.0, 1.0}
     assert 0.2 < leaves[1].mean() < 0.4
@@ -413,7 +423,8 @@ def test_attention_with_dropout_is_written_out(form):
     undropped = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
     wide = value.repeat_interleave(4 // heads, 1)
     torch.testing.assert_close(weights @ wide, undropped)
-    keep = dropout_mask(torch.tensor(0), 0.4, 0, weights.shape, (0,) * 4, weights.shape)
+    columns = mask_columns(weights.shape)
+    keep = dropout_mask(torch.tensor(0), 0.4, 0, columns, weights.shape, (0,) * 4, weights.shape)
     torch.testing.assert_close(out, (weights * keep / 0.6) @ wide)
     out.sum().backward()
     assert torch.isfinite(module.weight.grad).all()

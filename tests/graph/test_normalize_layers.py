@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from graph.against_eager import check_against_eager, operators
+from proving import prove
 
 UNEVEN = torch.tensor([0, 2, 2, 5])
 
@@ -38,14 +39,13 @@ class Recurrent(nn.Module):
         (partial(nn.RNN, nonlinearity="relu"), True, True),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_recurrent_layers_with_dropout_between_them_are_split_by_batch(kind, bidirectional, batch_first):
     module = Recurrent(kind, bidirectional=bidirectional, batch_first=batch_first).train()
     x = torch.randn(6, 2, 5) if batch_first else torch.randn(2, 6, 5)
     for mode in ("auto", "stand_alone") if kind is nn.LSTM and not bidirectional else ("auto",):
         plan = sw.plan(module, x, 3, mesh=sw.Mesh(dp=3), mode=mode)
-        report = sw.verify(module, x, plan)
-        assert report.ok, str(report)
+        prove(module, x, plan)
 
 
 def test_an_lstm_with_projections_and_without_dropout_stays_one_operator():
@@ -75,12 +75,12 @@ class Steps(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell, partial(nn.RNNCell, nonlinearity="relu")])
+@pytest.mark.sampled(4)
 def test_steps_of_recurrent_layers_are_products_and_gates_which_are_split(kind, bias):
     module, x = Steps(kind, bias=bias), torch.randn(6, 2, 5)
     captured = check_against_eager(Steps(kind, bias=bias), x.double())
     assert "cell" not in " ".join(operators(captured))
-    report = sw.verify(module, x, sw.plan(module, x, 3, mesh=sw.Mesh(dp=3)))
-    assert report.ok, str(report)
+    prove(module, x, sw.plan(module, x, 3, mesh=sw.Mesh(dp=3)))
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1, None])
@@ -162,8 +162,7 @@ def test_random_tensors_are_the_same_under_every_plan():
     module, x = Noisy(), torch.randn(6, 4)
     for mesh in (sw.Mesh(dp=3), sw.Mesh(dp=2, tp=2)):
         plan = sw.plan(module, x, mesh.num_devices, mesh=mesh, mode="auto")
-        report = sw.verify(module, x, plan)
-        assert report.ok, str(report)
+        report = prove(module, x, plan)
         assert len({d.name for d in report.differences if d.kind == "gradient"}) == 1
 
 
@@ -186,6 +185,7 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.sampled(3)
 def test_a_verification_draws_the_same_dropout_inside_functions_of_pytorch(name):
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -197,8 +197,7 @@ def test_a_verification_draws_the_same_dropout_inside_functions_of_pytorch(name)
 
     torch.manual_seed(0)
     module, x = Scaled().train(), torch.randn(6, 3, 4)
-    report = sw.verify(module, x, sw.plan(module, x, 3, search="sharding_propagation"))
-    assert report.ok, str(report)
+    prove(module, x, sw.plan(module, x, 3, search="sharding_propagation"))
 
 
 def test_a_module_that_is_called_twice_gets_its_strategy_twice():
@@ -229,11 +228,11 @@ class Grouped(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("factor", ["e", "s", "n"])
+@pytest.mark.sampled(5)
 def test_a_grouped_product_is_captured_in_every_type_and_split(dtype, factor):
     module = Grouped(dtype, f"{factor}@x")
     inputs = (torch.randn(6, 8, dtype=dtype), torch.tensor([2, 2, 5, 6], dtype=torch.int32))
     plan = sw.plan(module, inputs, 2, mesh=sw.Mesh(x=2), search="sharding_propagation")
     strategy = "K@x" if factor == "e" else f"{factor}@x"  # rows travel to experts that are split
     assert strategy in [plan.strategies[name] for name in plan.strategies if "grouped_mm" in name]
-    report = sw.verify(module, inputs, plan)
-    assert report.ok, str(report)
+    prove(module, inputs, plan)

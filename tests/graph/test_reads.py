@@ -106,8 +106,7 @@ class Residual(nn.Module):
 
 
 def test_that_layers_are_compared_by_how_their_inputs_lie_is_not_what_the_model_asks():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         capture(Residual(), (torch.randn(2, 4),))
     assert not caught
 
@@ -118,8 +117,7 @@ def same_numbers_in_every_call():
 
 def test_a_generator_that_every_call_makes_anew_and_time_that_nobody_reads_are_neither():
     names = {"time": 1.0}  # a name alone reads nothing
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         capture(Scaled(same_numbers_in_every_call), (torch.randn(2, 4),))
         capture(Scaled(lambda: names["time"]), (torch.randn(2, 4),))
 
@@ -135,8 +133,7 @@ def test_what_the_garbage_collectors_callbacks_read_is_not_the_models():
     gc.callbacks.append(called)
     gc.set_threshold(1)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             capture(Scaled(lambda: collects() if time.perf_counter else 0.0), (torch.randn(2, 4),))
     finally:
         gc.set_threshold(*before)
@@ -224,8 +221,7 @@ def test_a_capture_under_a_profiler_leaves_it_on():
 def test_a_reading_that_changes_nothing_is_silent(checkpointing):
     net = Checkpointed()
     net.checkpointing = checkpointing
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CaptureWarning)
+    with warnings.catch_warnings(action="error", category=CaptureWarning):
         capture(net, (torch.randn(2, 4),))
     assert torch.is_grad_enabled()
 
@@ -242,8 +238,7 @@ def test_the_environment_that_an_installed_package_reads_is_silent(monkeypatch, 
     with pytest.warns(CaptureWarning, match="os.environ, installed_layers.py:2"):
         capture(Scaled(scale), (torch.randn(2, 4),))
     monkeypatch.setattr(impure_reads, "INSTALLED", str(tmp_path))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CaptureWarning)
+    with warnings.catch_warnings(action="error", category=CaptureWarning):
         capture(Scaled(scale), (torch.randn(2, 4),))
 
 
@@ -273,8 +268,7 @@ def test_inputs_read_through_operators_that_return_their_operand_are_the_same_in
             assert torch.is_grad_enabled() is not None
             return (HANDS_ON[name](x) * self.weight + x * HANDS_ON[name](self.weight)).sum() + x.sum()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CaptureWarning)
+    with warnings.catch_warnings(action="error", category=CaptureWarning):
         capture(Model(), (torch.randn(4),))
 
 

@@ -14,18 +14,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import shardwise as sw
 from raising import raises
+from search.small_models import PreNorm
 from shardwise.api import step_memory
 from shardwise.graph.capture import capture
 from shardwise.graph.segments import Segment, block_of
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
 
 
 class Net(nn.Module):
@@ -33,7 +25,7 @@ class Net(nn.Module):
 
     def __init__(self, depth: int = 3, width: int = 8, own: tuple[int, ...] = (), **options: Any) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(PreNorm(width, 4 * width, 0.1) for _ in range(depth))
         self.own, self.options = own, options
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,6 +77,7 @@ def test_a_checkpoint_that_chooses_what_it_keeps_is_announced() -> None:
         assert segments(Net(own=(0,), context_fn=contexts)) == [("checkpoint with context_fn", "full", {"blocks.0"})]
 
 
+@pytest.mark.long
 def test_a_model_of_transformers_that_enables_checkpointing_is_made_again() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -93,8 +86,7 @@ def test_a_model_of_transformers_that_enables_checkpointing_is_made_again() -> N
     model = transformers.LlamaForCausalLM(config).train()
     ids = {"input_ids": torch.randint(32, (4, 8)), "labels": torch.randint(32, (4, 8))}
     assert not again(sw.plan(model, ids, 2, mode="data_parallel"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # another name from transformers 6 on
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # another name from transformers 6 on
         model.gradient_checkpointing_enable({"use_reentrant": False})
     plan = sw.plan(model, ids, 2, mode="data_parallel")
     assert again(plan) == {"model.layers.0", "model.layers.1"}

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from models.zoo import ZOO
+from proving import prove
 from raising import raises
 from shardwise.graph.capture import capture
 from shardwise.graph.grouped import grouped_mm
@@ -136,6 +137,7 @@ def targets(graph: Graph) -> set[str]:
 
 @pytest.mark.parametrize("back", BACK)
 @pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.sampled(4)
 def test_the_rows_of_a_split_batch_stay_where_they_are(back: Back, ends: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     module = Mixture(back, ends)
@@ -143,11 +145,11 @@ def test_the_rows_of_a_split_batch_stay_where_they_are(back: Back, ends: Callabl
     assert not any("sort" in target for target in targets(graph))
     plan = sw.plan(module, (batch(8),), 4, mesh=sw.Mesh(dp=4), mode="data_parallel")
     assert "gather" not in str(plan)
-    report = sw.verify(module, (batch(8),), plan, steps=2)
-    assert report.ok, str(report)
+    prove(module, (batch(8),), plan, steps=2)
 
 
 @pytest.mark.parametrize("strategy", ["e@ep", "n@ep", "k@ep", "r@ep", "s@ep"])
+@pytest.mark.sampled(3)
 def test_a_product_by_expert_is_split_beside_a_split_batch(strategy: str) -> None:
     class Split(Mixture):
         def forward(self, x: Tensor) -> Tensor:
@@ -162,8 +164,7 @@ def test_a_product_by_expert_is_split_beside_a_split_batch(strategy: str) -> Non
     torch.manual_seed(0)
     module = Split(by_inverse)
     plan = sw.plan(module, (batch(6),), 4, mesh=sw.Mesh(dp=2, ep=2), layouts={"args[0]": "[6@dp, 3, 8]"})
-    report = sw.verify(module, (batch(6),), plan, steps=2)
-    assert report.ok, str(report)
+    prove(module, (batch(6),), plan, steps=2)
 
 
 def test_tokens_are_not_repeated_for_each_of_their_experts() -> None:
@@ -181,12 +182,12 @@ def test_a_negative_expert_is_named() -> None:
 
 @pytest.mark.parametrize("back", BACK)
 @pytest.mark.parametrize(("samples", "micro_batch"), [(8, 2), (8, 4), (7, 2)])
+@pytest.mark.sampled(4)
 def test_a_pass_takes_the_rows_of_its_own_samples(back: Back, samples: int, micro_batch: int) -> None:
     torch.manual_seed(0)
     module = Mixture(back)
     plan = sw.plan(module, (batch(8),), 2, mode="data_parallel", global_batch=8, micro_batch=micro_batch)
-    report = sw.verify(module, (batch(samples),), plan, steps=2)
-    assert report.ok, str(report)
+    prove(module, (batch(samples),), plan, steps=2)
 
 
 class OtherCounts(Mixture):
@@ -274,6 +275,7 @@ LOOKS = [
 
 
 @pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.sampled(3)
 def test_what_only_looks_like_a_mixture_stays_sorted(
     look: Callable[[LooksLikeExperts, Tensor, Tensor], Tensor],
 ) -> None:
@@ -281,8 +283,7 @@ def test_what_only_looks_like_a_mixture_stays_sorted(
     module = LooksLikeExperts(look)
     assert any("sort" in target for target in targets(capture(module, (batch(8),)).graph))
     plan = sw.plan(module, (batch(8),), 2, mesh=sw.Mesh(dp=2), mode="data_parallel")
-    report = sw.verify(module, (batch(8),), plan, steps=1)
-    assert report.ok, str(report)
+    prove(module, (batch(8),), plan, steps=1)
 
 
 WRONG = [
@@ -298,6 +299,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("back", WRONG)
+@pytest.mark.sampled(2)
 def test_what_mixes_the_rows_is_refused_by_name(back: Back) -> None:
     assert any("sort" in target for target in targets(capture(Mixture(back), (batch(8),)).graph))
     plan = sw.plan(Mixture(back), (batch(8),), 2, mesh=sw.Mesh(dp=2), mode="data_parallel")
@@ -306,6 +308,7 @@ def test_what_mixes_the_rows_is_refused_by_name(back: Back) -> None:
         sw.plan(Mixture(back), (batch(8),), 2, mode="data_parallel", global_batch=8, micro_batch=4)
 
 
+@pytest.mark.long
 def test_mixtral_runs_in_passes_without_its_auxiliary_loss_which_is_no_sum() -> None:
     torch.manual_seed(0)
     module, inputs = ZOO["mixtral"].build(), ZOO["mixtral"].inputs(8)

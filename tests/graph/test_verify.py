@@ -43,10 +43,6 @@ def with_source(graph, **changes):
     return replace(graph, sources=(*graph.sources[:-1], replace(graph.sources[-1], **changes)))
 
 
-def with_value(graph, name, **changes):
-    return replace(graph, values=tuple(replace(v, **changes) if v.name == name else v for v in graph.values))
-
-
 BROKEN = {
     "duplicate values": lambda g: replace(g, values=(*g.values, g.values[0])),
     "duplicate ops": lambda g: with_op(g, 1, name=g.ops[0].name),

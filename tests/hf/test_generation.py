@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,9 +11,9 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 import shardwise as sw
 from hf.runs import VOCABULARY, WIDE, Sentences, llama, padded
+from launch.gloo_ranks import RunRanks
 from raising import raises
 
-RunRanks = Callable[..., list[Any]]
 TP: dict[str, Any] = {
     "mesh": sw.Mesh(tp=2),
     "search": "sharding_propagation",
@@ -155,7 +154,7 @@ def on_ranks() -> dict[str, Any]:
 
 
 def test_ranks_generate_what_one_device_does(run_ranks: RunRanks) -> None:
-    found = run_ranks(on_ranks, 2, time_limit_seconds=600)
+    found = run_ranks(on_ranks, 2)
     (tokens, logits), (wanted_tokens, wanted_logits) = found[0].pop("windowed"), scores(windowed().eval())
     assert torch.equal(tokens, wanted_tokens)
     assert torch.allclose(logits, wanted_logits, rtol=1e-12, atol=1e-12)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +16,10 @@ from torch.utils.data import IterableDataset
 
 import shardwise as sw
 from hf.runs import LENGTH, VOCABULARY, Script, Sentences, adapted, bert, classified, history, llama, mixtral, t5
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from shardwise.transformers import ShardwiseTrainer
 
-RunRanks = Callable[..., list[Any]]
 TP = {"mesh": sw.Mesh(tp=2), "search": "sharding_propagation"}
 EP = {"mesh": sw.Mesh(ep=2), "search": "sharding_propagation"}
 COLUMNS = {f"*.{name}": "n@tp" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
@@ -114,7 +114,7 @@ def check_equal(
 
 
 def compare(run_ranks: RunRanks, folder: Path, scripts: dict[str, Script]) -> None:
-    logged = run_ranks(on_ranks, 2, str(folder / "ours"), scripts, time_limit_seconds=600)
+    logged = run_ranks(on_ranks, 2, str(folder / "ours"), scripts)
     assert logged[0] == logged[1]
     for name, script in scripts.items():
         trainer = script.made(tf.Trainer, folder / "theirs" / name)
@@ -165,12 +165,12 @@ def test_a_run_goes_on_elsewhere(run_ranks: RunRanks, tmp_path: Path) -> None:
     theirs = LLAMA.made(tf.Trainer, tmp_path / "theirs", SAVING)
     theirs.train()
     expected, best = history(theirs), theirs.evaluate()["eval_loss"]
-    first = run_ranks(saved, 2, str(tmp_path / "ours"), None, LLAMA.plan, time_limit_seconds=600)
+    first = run_ranks(saved, 2, str(tmp_path / "ours"), None, LLAMA.plan)
     runs = [first[0], first[1]]
     checkpoint = tmp_path / "ours" / "checkpoint-2"
     for count, plan in ((2, {**DP, "zero": 3}), (1, DP)):
         folder = str(tmp_path / f"on{count}")
-        runs += run_ranks(saved, count, folder, str(checkpoint), plan, time_limit_seconds=600)
+        runs += run_ranks(saved, count, folder, str(checkpoint), plan)
     for logged, loss in runs:
         check_equal(logged, expected)
         assert loss == pytest.approx(best, rel=BOUND[0])
@@ -200,7 +200,7 @@ STREAMED = {"max_steps": 3, "eval_strategy": "no"}
 
 @pytest.mark.long
 def test_ranks_read_one_stream(run_ranks: RunRanks, tmp_path: Path) -> None:
-    logged = run_ranks(streamed, 2, str(tmp_path), time_limit_seconds=600)
+    logged = run_ranks(streamed, 2, str(tmp_path))
     trainer = LLAMA.made(tf.Trainer, tmp_path / "theirs", STREAMED, train_dataset=Stream())
     trainer.train()
     for own in logged:

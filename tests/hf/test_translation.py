@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import transformers as tf
 
 import shardwise as sw
 from hf.runs import VOCABULARY, Sentences, history, padded, t5
+from launch.gloo_ranks import RunRanks
 from raising import raises
 
-RunRanks = Callable[..., list[Any]]
 TP = {"mesh": sw.Mesh(tp=2), "search": "sharding_propagation"}
 COLUMNS = {
     "t5": {**TP, "strategies": {f"*.{name}": "n@tp" for name in ("q", "k", "v", "wi")}},
@@ -81,7 +80,7 @@ def written(name: str, plan: dict[str, Any]) -> tuple[Any, tuple[int, ...]]:
 
 
 def compare(run_ranks: RunRanks, name: str, plan: dict[str, Any], part: tuple[int, ...]) -> None:
-    found = run_ranks(written, 2, name, plan, time_limit_seconds=600)
+    found = run_ranks(written, 2, name, plan)
     expected = texts(built(name).eval())
     assert [own for own, _ in found] == [expected, expected]
     assert found[0][1] == part
@@ -152,7 +151,7 @@ def evaluated(folder: str) -> tuple[list[dict[str, float]], Any]:
 
 @pytest.mark.long
 def test_evaluations_write_what_those_of_one_process_do(run_ranks: RunRanks, tmp_path: Path) -> None:
-    found = run_ranks(evaluated, 2, str(tmp_path / "ours"), time_limit_seconds=600)
+    found = run_ranks(evaluated, 2, str(tmp_path / "ours"))
     theirs = trainer(tf.Seq2SeqTrainer, tmp_path / "theirs")
     theirs.train()
     expected = history(theirs), theirs.predict(Sentences(6), max_new_tokens=5, num_beams=1).predictions.tolist()

@@ -42,6 +42,7 @@ PRELOADED_IF_HERE = {
     ),
 }
 SELDOM = (20_000, 20, 20)  # of the garbage collector, whose passes are a seventh of the suite's seconds by default
+RunRanks = Callable[..., list[Any]]  # the fixture ``run_ranks``
 SETTLE_SECONDS = 1.0  # how long a lost connection waits for the exception that explains it
 
 
@@ -56,15 +57,17 @@ def run_on_ranks(
     folder: Path,
     time_limit_seconds: float,
     on_gpus: bool = False,
+    is_each: bool = False,
 ) -> list[Any]:
     """``function(*args)`` on every rank; returns the results in the order of ranks (see the fixture ``run_ranks``).
-    ``on_gpus``: every rank has an emulated GPU, and the group is of nccl."""
+    ``on_gpus``: every rank has an emulated GPU, and the group is of nccl; ``is_each``: ``args`` are those of several
+    calls, one after another."""
     assert "<locals>" not in function.__qualname__, f"{function.__qualname__} must be a module-level function"
     context = get_context("forkserver")
     here = [name for package, names in PRELOADED_IF_HERE.items() if package in sys.modules for name in names]
     context.set_forkserver_preload([*PRELOADED, *PRELOADED_OF_SHARDWISE, *here])
     source = (function.__module__, inspect.getfile(function), function.__qualname__)
-    settings = (num_ranks, time_limit_seconds, _traces(on_gpus), on_gpus)
+    settings = (num_ranks, time_limit_seconds, _traces(on_gpus), on_gpus, is_each)
     store, payload = str(folder / f"store-{uuid4().hex}"), pickle.dumps(args)
     processes, receivers = [], []
     try:
@@ -141,11 +144,11 @@ def _rank(
     payload: bytes,
     store: str,
     rank: int,
-    settings: tuple[int, float, Path, bool],
+    settings: tuple[int, float, Path, bool, bool],
 ) -> None:
-    """What a rank's process does. ``settings``: number of ranks, seconds, where they share what they trace, and whether
-    they have emulated GPUs."""
-    num_ranks, seconds, traces, on_gpus = settings
+    """What a rank's process does. ``settings``: number of ranks, seconds, where they share what they trace, whether
+    they have emulated GPUs, and whether the function is called several times."""
+    num_ranks, seconds, traces, on_gpus, is_each = settings
     share_traces(traces)
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported stays
@@ -164,7 +167,8 @@ def _rank(
             backend, init_method=address, rank=rank, world_size=num_ranks, timeout=timeout, device_id=device
         )
         dist.barrier()  # whoever is quick would else end while others still connect to it
-        answer = pickle.dumps((True, function(*pickle.loads(payload))))
+        args = pickle.loads(payload)
+        answer = pickle.dumps((True, [function(*own) for own in args] if is_each else function(*args)))
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         answer = pickle.dumps((False, (is_follow_up(error), time.time(), _pickled(error, text))))

@@ -83,3 +83,15 @@ def test_an_incomplete_word_ends_its_connection_and_not_the_head(job: Job, missi
     job.head.turn()
     assert 1 not in job.head.machines
     assert job.heard(0) == [{"stop": 0}]
+
+
+def test_the_first_word_of_a_head_may_be_long_and_that_of_a_stranger_may_not() -> None:
+    for is_heads in (True, False):
+        caller, called = channels()
+        speaker, listener = (called, caller) if is_heads else (caller, called)
+        speaker.send(machines=[[node, f"node-{node}.cluster.internal", 29500 + node] for node in range(3200)])
+        heard = [message for _ in range(20) for message in listener.messages(0.05)]
+        assert bool(heard) == is_heads
+        assert listener.gone != is_heads
+        speaker.close()
+        listener.close()

@@ -24,6 +24,7 @@ def test_every_rank_finds_its_place_in_the_environment(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("SHARDWISE_CACHE")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     outcome = job("import json; json.dump(dict(os.environ), sys.stdout)", 3, log_dir=tmp_path / "logs")
     assert outcome.exit_code == 0

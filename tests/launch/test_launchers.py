@@ -174,6 +174,7 @@ def test_tasks_started_as_srun_starts_them_meet(start: Start, script: Callable[[
     assert answers(tmp_path) == ["0/2 0/2 total 3", "1/2 1/2 total 3"]
 
 
+@pytest.mark.long
 def test_two_machines_of_a_hostfile_start_one_job(start: Start, script: Callable[[str], str], tmp_path: Path) -> None:
     (tmp_path / "hosts.txt").write_text("127.0.0.1 slots=1\nlocalhost slots=2  # this machine, too\n")
     common = [*OURS, "--hostfile", "hosts.txt", "--master-port", str(free_port())]
@@ -194,6 +195,7 @@ def test_a_machine_finds_itself_in_a_rank_table(start: Start, script: Callable[[
     assert sorted(stdout.splitlines()) == ["[rank 1] 1 0 3 192.0.2.77", "[rank 2] 2 1 3 192.0.2.77"], stderr
 
 
+@pytest.mark.long
 def test_ranks_of_another_number_than_the_plan_is_for_say_both(start: Start, script: Callable[[str], str]) -> None:
     job = start([*OURS, "-n", "2", script(PLAN_FOR_FOUR)])
     _, stderr = job.communicate(timeout=TIME_LIMIT)

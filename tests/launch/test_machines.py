@@ -24,6 +24,7 @@ from launch.machines import SECRET, Machines, channels
 from raising import raises
 from shardwise.errors import LaunchError
 from shardwise.hosts import Host, free_port
+from shardwise.launch import node_agent
 from shardwise.launch.channel import Channel
 from shardwise.launch.coordinator import STOPPED, Coordinator
 from shardwise.launch.launcher import launch
@@ -100,7 +101,7 @@ if generation < 2:
     assert "generation 2: rank 2 of 3, local 0" in machines.said(1)
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", [0, 1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_others_go_on_without_a_machine_and_take_it_back(start: Start, tmp_path: Path, lost: int) -> None:
     body = """
 step(10 * generation)
@@ -256,10 +257,10 @@ if generation == 0:
             b"GET / HTTP/1.1\r\n\r\n",
             b"[" * 100_000 + b"\n",
             b'{"beat": Infinity}\n',
-            b'{"come": ["127.0.0.1", 1], "number": 9}\n',
+            b'{"come": ["127.0.0.1", 1], "number": 9, "running": 0, "node": 1}\n',
             greeting + b'{"leave": 0}\n',
             greeting + code + b'{"hello": 1, "machines": 2, "ranks": 2, "slots": [0], "port": 1, "rank_port": 1}\n',
-            greeting + code + b'{"come": ["127.0.0.1", 1], "number": 9}\n',
+            greeting + code + b'{"come": ["127.0.0.1", 1], "number": 9, "running": 0, "node": 1}\n',
             greeting + greeting,
             b"\xff\n" * 9,
             b"\n" * 1000,
@@ -269,7 +270,8 @@ if generation == 0:
                 other.sendall(text)
                 while other.recv(1 << 16):  # until it is closed
                     pass
-        leave: tuple[dict[str, Any], ...] = ({"leave": 0}, {"leave": 130}, {"come": ("127.0.0.1", 1), "number": 9})
+        called_by_a_head = {"come": ("127.0.0.1", 1), "number": 9, "running": 0, "node": 1}
+        leave: tuple[dict[str, Any], ...] = ({"leave": 0}, {"leave": 130}, called_by_a_head)
         for message in (*leave, hello(1, 2)):
             with contextlib.closing(called(place[1], b"the secret of another job")) as other:
                 other.send(**message)
@@ -414,15 +416,20 @@ def test_a_head_goes_on_without_machines_that_may_live_only_with_half(
         assert not head.over
 
 
-@pytest.mark.parametrize(("number", "gives_way"), [(1, False), (2, True)])
-def test_a_head_that_waits_gives_way_to_one_that_has_begun(number: int, gives_way: bool) -> None:
+@pytest.mark.parametrize(
+    ("number", "running", "node", "gives_way"),
+    [(1, 0, 2, False), (2, 0, 2, True), (0, 1, 0, False), (1, 1, 2, True), (1, 0, 0, True)],
+)
+def test_a_head_that_waits_gives_way_to_one_that_is_ahead_or_of_an_earlier_machine(
+    number: int, running: int, node: int, gives_way: bool
+) -> None:
     now = time.monotonic()
-    head = Coordinator(RestartPolicy(ElasticConfig(), 2), 0, 2, set(), now, now + 600.0, SECRET, number=1)
+    head = Coordinator(RestartPolicy(ElasticConfig(), 2), 1, 3, set(), now, now + 600.0, SECRET, number=1)
     with contextlib.closing(Listener(0, SECRET)) as station:
         station.lead(head)
         station.start()
         with contextlib.closing(called(station.port)) as other:
-            other.send(come=("127.0.0.1", 5), number=number)
+            other.send(come=("127.0.0.1", 5), number=number, running=running, node=node)
             wait_until(lambda: other.messages(0.1) or other.gone)
         assert station.called == ("127.0.0.1", 5)
         assert (station.head is None, station.gave_way) == (gives_way, gives_way)
@@ -468,6 +475,29 @@ def test_a_stop_that_comes_with_the_beginning_of_a_generation_is_heard() -> None
     assert member.stopped
     found, member = answered(begin, {"beat": 0}, {"beat": 0})
     assert not member.stopped
+
+
+def test_a_head_that_called_in_an_earlier_generation_makes_nobody_unsure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(where: tuple[str, int], timeout: float) -> socket.socket:
+        if where == stale:
+            raise TimeoutError
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(node_agent, "_TAKE_OVER_SECONDS", 0.2)
+    stale = ("10.0.0.9", 5)
+    for called_at, candidate, least in ((stale, "10.0.0.1", 1), (None, stale[0], 2), (stale, stale[0], 2)):
+        member = NodeAgent(RestartPolicy(ElasticConfig(), 3), 2, 3, ("127.0.0.1", 1), "", [0], SECRET, [])
+        with mock.patch.object(socket, "create_connection", connect):
+            member.crew, member.number = [(0, "10.0.0.0", 5), (1, candidate, 5), (2, "10.0.0.2", 5)], 0
+            member.station.called = called_at
+            assert member._follow() is None
+        assert member.station.head is not None
+        assert member.station.head.least == least
+        member.close()
+    begin = {"ranks": [0, 1], "slots": [0], "spares": [], "how": "", "master": ["a", 1], "step": 0, "suspect": False}
+    member.station.called = stale
+    member._take(begin)
+    assert member.station.called is None
 
 
 def test_the_end_of_a_job_is_heard_from_a_head_that_closes_behind_it() -> None:

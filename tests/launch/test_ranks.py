@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from shardwise.errors import LaunchError
 from shardwise.hosts import free_port
@@ -122,7 +122,7 @@ def join_twice(ports: list[int]) -> list[str]:
     return said
 
 
-def test_ranks_with_different_versions_all_say_who_runs_which(run_ranks: Callable[..., list[Any]]) -> None:
+def test_ranks_with_different_versions_all_say_who_runs_which(run_ranks: RunRanks) -> None:
     joined, refused = zip(*run_ranks(join_twice, 3, [free_port(), free_port()]), strict=True)
     assert joined == ("rank 0 of 3", "rank 1 of 3", "rank 2 of 3")
     versions = f"ranks 0, 2: torch {torch.__version__} and shardwise {shardwise.__version__}; rank 1: torch 2.11.0 and "

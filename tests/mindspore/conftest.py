@@ -1,10 +1,12 @@
-"""Every test of the dialect begins with the default context and no note printed, and leaves the context so."""
+"""Every test of the dialect begins with the default context and no note printed, and leaves the context and the process
+group so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 import shardwise.mindspore as ms
 from shardwise.mindspore import notes
@@ -20,5 +22,8 @@ def _reset() -> None:
 def _default_context(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(notes, "_told", set())
     _reset()
+    was_initialized = dist.is_initialized()
     yield
     _reset()
+    if dist.is_initialized() and not was_initialized:  # a program that ran in this process made the group
+        dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from shardwise.mindspore.dataset import vision
 
 @pytest.fixture(autouse=True)
 def fresh_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seed, "_random", type(seed._random)())
+    monkeypatch.setattr(seed, "_seeds", {})
+    monkeypatch.setattr(seed, "_generator", torch.Generator().manual_seed(0))
 
 
 def get_dataset(batch_size: int, step_per_epoch: int, in_dim: int, out_dim: int) -> Callable[[], Iterator[Any]]:
@@ -264,12 +264,47 @@ def test_files_of_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert len(ds.MindDataset(str(tmp_path / "empty"))) == 0
 
 
+def test_rows_that_are_written_can_be_read_and_take_little_place(tmp_path: Path) -> None:
+    def read(name: str, schema: Any, rows: list[dict[str, Any]]) -> list[Any]:
+        writer = ms.mindrecord.FileWriter(str(tmp_path / name))
+        writer.add_schema(schema)
+        writer.write_raw_data(rows)
+        writer.commit()
+        found = ds.MindDataset(str(tmp_path / name), shuffle=False).create_tuple_iterator(
+            num_epochs=1, output_numpy=True
+        )
+        return [row[0] for row in found]
+
+    images = read("images", {"image": {"type": "bytes"}}, [{"image": own} for own in (
+        b"", np.zeros(0, np.uint8), bytearray(b"a"), np.bytes_(b"bc"))])  # fmt: skip
+    assert [own.tobytes() for own in images] == [b"", b"", b"a", b"bc"]
+    words = ["", *np.array(["a", "\xe9\u4e2d"]), np.array("b"), "\ud800"]
+    read_words = read("words", {np.str_("word"): {"type": np.str_("string")}}, [{"word": own} for own in words])
+    assert [str(own) for own in read_words] == [str(own) for own in words]
+    arrays = [np.arange(2.0 * n, dtype=np.float32).reshape(n, 2) for n in (3, 0, 1)]
+    found = read(
+        "arrays", {"x": {"type": "float32", "shape": [-1, 2]}}, [{"x": own} for own in [*arrays, arrays[0].ravel()]]
+    )
+    for own, want in zip(found, [*arrays, arrays[0]], strict=True):
+        np.testing.assert_array_equal(own, want, strict=True)
+    schema = {"label": {"type": "int32"}, "x": {"type": "float32", "shape": [4]}}
+    many = [{"label": n, "x": np.full(4, n, np.float32)} for n in range(10_000)]
+    assert read("many", schema, many) == [*range(10_000)]
+    assert (tmp_path / "many").stat().st_size < 60 * len(many)
+
+
 class Evil:
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.path,)
+
+
+def column(values: list[Any], offsets: list[Any]) -> dict[str, torch.Tensor]:
+    dtype = torch.float32 if values and isinstance(values[0], float) else torch.int32
+    places = torch.tensor(offsets) if offsets else torch.tensor([], dtype=torch.int64)
+    return {"values": torch.tensor(values, dtype=dtype), "offsets": places}
 
 
 def full(*args: Any, **named: Any) -> None:
@@ -287,26 +322,35 @@ def test_files_of_rows_that_are_not_as_they_say_are_refused(tmp_path: Path, monk
         writer.commit()
         return tmp_path / name
 
-    def broken(**columns: Any) -> Callable[[], Any]:
+    def broken(entries: Any) -> Callable[[], Any]:
         def read() -> Any:
             written(numbers, 1, 2)
-            with file.open("wb") as opened:
-                np.savez(opened, **{name.replace("_", "."): own for name, own in columns.items()})
+            torch.save(entries, file)
             return ds.MindDataset(str(file))
 
         return read
 
-    data, ends = np.zeros(8, np.uint8), np.array([4, 8])
     foreign = "is not a file of mindrecord.FileWriter"
     (tmp_path / "other").write_bytes(b"not an archive")
     for make, message in (
         (lambda: ds.MindDataset(str(tmp_path / "other")), foreign),
-        (broken(n_bytes=data), "n.ends"),
-        (broken(n_bytes=data, n_ends=np.array([4, 9])), "does not have 2 rows"),
-        (broken(n_bytes=data, n_ends=np.array([8, 4])), "does not have 2 rows"),
-        (broken(n_bytes=data, n_ends=np.array([3, 8])), "does not have 2 rows"),  # a row of three bytes
-        (broken(n_bytes=data.astype(np.int64), n_ends=ends), "does not have 2 rows"),
-        (broken(n_bytes=data, n_ends=np.array([Evil(trace)])), "allow_pickle=False"),
+        (broken({"schema": numbers, "files": ["rows"]}), foreign),
+        *(
+            (broken({"schema": numbers, "files": [name], "columns": columns}), foreign)
+            for name, *columns in (
+                ("../rows", column([1], [0, 1])),
+                ("rows",),
+                ("rows", column([1, 2], [0, 2])),
+                ("rows", column([1], [0])),
+                ("rows", column([1], [0, 2])),
+                ("rows", column([1], [0, 2, 1])),
+                ("rows", column([1.0], [0, 1])),
+                ("rows", column([1], [])),
+                ("rows", column([[1]], [0, 1])),
+                ("rows", column([1], [0.0, 1.0])),
+            )
+        ),
+        (broken(Evil(trace)), foreign),
         (lambda: ds.MindDataset(str(tmp_path / "none")), "there is no file"),
         (lambda: ds.MindDataset([]), ("dataset_files", "names no file")),
         (lambda: ds.MindDataset(str(written(numbers, 1)), ["y"]), 'no column "y"'),
@@ -334,7 +378,7 @@ def test_files_of_rows_that_are_not_as_they_say_are_refused(tmp_path: Path, monk
     assert not trace.exists()
     kept = [own["n"] for own in ds.MindDataset(str(written(numbers, 7))).create_dict_iterator(1, output_numpy=True)]
     assert kept == [7]
-    monkeypatch.setattr(np, "savez", full)
+    monkeypatch.setattr(torch, "save", full)
     with raises(OSError, "full"):
         written(numbers, 8)
     assert firsts(ds.MindDataset(str(file))) == [7]  # an error leaves what there was, and nothing beside it
@@ -364,15 +408,14 @@ def test_images_of_a_batch_are_pasted_and_hues_are_turned() -> None:
     "make",
     [
         lambda: ds.vision.Resize(3, "x"), lambda: ds.vision.Rotate(3, "x"), lambda: ds.vision.Pad((1, 2, 3)),
-        lambda: ds.vision.CenterCrop("x"), lambda: ds.vision.RandomCrop(None), lambda: ds.vision.Crop((1, 2), "x"),
+        lambda: ds.vision.CenterCrop("x"), lambda: ds.vision.RandomCrop(None),
         lambda: ds.vision.RandomResizedCrop("x"), lambda: ds.vision.RandomCropDecodeResize("x"),
         lambda: ds.vision.RandomCrop(2, (1, 2, 3)), lambda: ds.vision.Normalize("x", 1),
-        lambda: ds.vision.RandomColorAdjust(contrast=None), lambda: ds.text.RegexTokenizer("("),
-        lambda: ds.text.RegexTokenizer("a", "("), lambda: ms.common.initializer.HeNormal(nonlinearity="x"),
+        lambda: ds.vision.RandomColorAdjust(contrast=None), lambda: ms.common.initializer.HeNormal(nonlinearity="x"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused_when_a_transform_is_made(make: Callable[[], Any]) -> None:
-    with pytest.raises((ValueError, TypeError, re.error)):
+    with pytest.raises((ValueError, TypeError)):
         make()
 
 
@@ -381,40 +424,37 @@ def test_settings_that_cannot_be_are_refused_when_a_transform_is_made(make: Call
 
 def test_images_are_changed_as_said() -> None:
     image = np.random.RandomState(0).randint(0, 250, (6, 8, 3)).astype(np.uint8)
-    erased = image.copy()
-    erased[1:3, 2:5] = 7
-    ends = (image[:4, :4], image[:4, 4:], image[2:, :4], image[2:, 4:], image[1:5, 2:6])
-    corners = [(0, 0), (8, 0), (8, 6), (0, 6)]
-    red, green = (np.full((2, 2, 3), colour, np.uint8) for colour in ((255, 0, 0), (0, 255, 0)))
     for found, want in (
-        (vision.Erase(1, 2, 2, 3, 7)(image), erased), (vision.ResizedCrop(1, 2, 4, 4, 4)(image), image[1:5, 2:6]),
-        (vision.PadToSize((8, 9), (1, 1), 5)(image), np.pad(image, ((1, 1), (1, 0), (0, 0)), constant_values=5)),
-        (vision.PadToSize(8)(image), np.pad(image, ((1, 1), (0, 0), (0, 0)))),
-        (vision.TenCrop(4)(image), (*ends, *(crop[:, ::-1] for crop in (ends[1], ends[0], ends[3], ends[2], ends[4])))),
-        (vision.Perspective(corners, corners)(image), image),
-        (vision.Perspective([(0, 0), (4, 0), (4, 3), (0, 3)], corners, vision.Inter.NEAREST)(image),
-         image[:3, :4].repeat(2, 0).repeat(2, 1)),
-        (vision.Affine(0, (0.25, 0), 1.0, 0)(image), np.pad(image, ((0, 0), (2, 0), (0, 0)))[:, :8]),
-        (vision.Affine(180, (0, 0), 1.0, 0)(image), image[::-1, ::-1]), (vision.AdjustHue(1 / 3)(red), green),
-        (vision.RgbToHsv(is_hwc=True)(green / 255), np.full((2, 2, 3), (1 / 3, 1, 1), np.float32)),
-        (vision.HsvToRgb()(vision.RgbToHsv()(image.transpose(2, 0, 1) / 255)), image.transpose(2, 0, 1) / 255),
-        (vision.LinearTransformation(2 * np.eye(3), np.ones(3))(np.ones((3, 1, 1))), np.zeros((3, 1, 1))),
         (vision.PILToTensor()(Image.fromarray(image)), image.transpose(2, 0, 1)),
+        (vision.RandomAffine((180, 180))(image), image[::-1, ::-1]),
+        (vision.RandomAffine((0, 0), translate=(0, 0), scale=(1, 1), shear=(0, 0))(image), image),
+        (vision._moved(image, 0, (0.25, 0), 1.0, 0), np.pad(image, ((0, 0), (2, 0), (0, 0)))[:, :8]),
+        (vision.Pad((1, 2), 7)(image), np.pad(image, ((2, 2), (1, 1), (0, 0)), constant_values=7)),
         (vision.RandomSelectSubpolicy([[(vision.Invert(), 1), (vision.HorizontalFlip(), 1)]])(image),
          255 - image[:, ::-1]),
-        (vision.RandomLighting(0.0)(image), image), (vision.RandomPerspective(0.0, 1.0)(image), image),
+        (vision.Invert()(image.astype(int) + 60), 195 - image.astype(int)),
+        (vision.Invert()(image / 100), 255 - image / 100),
     ):  # fmt: skip
-        pairs = zip(found, want, strict=True) if isinstance(want, tuple) else [(found, want)]
-        for one, other in pairs:
-            np.testing.assert_allclose(one, other, atol=1e-6)
-    with raises(RuntimeError, "of an image of 6 x 8"):
-        vision.PadToSize(4)(image)
-    unchanged = [image, *(kind()(image) for kind in (vision.AutoContrast, vision.Equalize))]
-    for augment in (vision.RandAugment(1, 0), vision.TrivialAugmentWide(num_magnitude_bins=2)):
-        many = [augment(image) for _ in range(30)]
-        assert {(one.shape, one.dtype) for one in many} == {(image.shape, image.dtype)}
-        same = [any(np.array_equal(one, own) for own in unchanged) for one in many]
-        assert all(same) == isinstance(augment, vision.RandAugment)
+        np.testing.assert_array_equal(found, want)
+    for transform in (vision.RandomInvert(1.0), vision.RandomSolarize()):
+        with raises(TypeError, "float64 has no byte values", fix="ToType(np.uint8)"):
+            transform(image / 100)
+
+
+def test_a_folder_per_class_is_a_dataset_of_images(tmp_path: Path) -> None:
+    for name, colour in (("cat", 9), ("dog", 200)):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 6), (colour,) * 3).save(tmp_path / name / "one.png")
+    dataset = ds.ImageFolderDataset(str(tmp_path), decode=True, shuffle=False)
+    (cat, zero), (dog, one) = dataset.create_tuple_iterator(output_numpy=True)
+    assert (cat.shape, cat[0, 0].tolist(), dog[0, 0].tolist()) == ((6, 8, 3), [9] * 3, [200] * 3)
+    assert (int(zero), int(one), dataset.num_classes()) == (0, 1, 2)
+    assert dataset.batch(2).repeat(2).get_class_indexing() == {"cat": 0, "dog": 1}
+    chosen = ds.ImageFolderDataset(str(tmp_path), class_indexing={"dog": 7})
+    ((data, seven),) = chosen.create_tuple_iterator(output_numpy=True)
+    assert (int(seven), data.ndim) == (7, 1)
+    with raises(ValueError, "no images", fix="files in"):
+        ds.ImageFolderDataset(str(tmp_path), extensions=[".jpg"])
 
 
 def test_mistakes_are_named() -> None:

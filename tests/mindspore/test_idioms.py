@@ -188,8 +188,6 @@ def test_words_become_numbers_and_rows_of_like_lengths_share_batches() -> None:
     rows = [row["text"].tolist() for row in batches.create_dict_iterator(num_epochs=1, output_numpy=True)]
     assert rows == [[[2, 5, 3, 1], [2, 4, 3, 1]], [[4, 1, 1, 1]]]
     assert batches.get_dataset_size() == 2
-    pieces = ds.text.WordpieceTokenizer(ds.text.Vocab.from_list(["un", "##able", "[UNK]"]))
-    assert pieces("unable unkind").tolist() == ["un", "##able", "[UNK]"]
 
 
 def test_a_training_cell_is_a_model_and_metrics_are_given_tensors(tmp_path: Path) -> None:

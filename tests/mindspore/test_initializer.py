@@ -34,7 +34,8 @@ SHAPE = [500, 400]
 
 @pytest.fixture(autouse=True)
 def fresh_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seed, "_random", type(seed._random)())
+    monkeypatch.setattr(seed, "_seeds", {})
+    monkeypatch.setattr(seed, "_generator", torch.Generator().manual_seed(seed.DEFAULT_SEED))
 
 
 def test_constants_are_what_they_say() -> None:

@@ -21,8 +21,8 @@ from shardwise.graph.capture import capture
 from shardwise.layouts.text import parse_layout
 from shardwise.mindspore import engine
 from shardwise.mindspore.communication.management import group_name, group_ranks_name
+from shardwise.mindspore.ir import begin
 from shardwise.mindspore.ir.execute import Execution, slicing
-from shardwise.mindspore.ir.files import begin
 from shardwise.mindspore.ir.origins import Origins
 from shardwise.plans.bind import program_of
 from shardwise.programs.moves import OverlapPart

@@ -186,32 +186,6 @@ def test_a_parameter_plan_says_how_parameters_are_stored() -> None:
         planning.planned(Outer("self.block.wieght"), (X,))
 
 
-# -- reports -----------------------------------------------------------------------------------------------------------
-
-
-def test_reports_list_copies_and_the_parts_of_redistributions() -> None:
-    ms.set_auto_parallel_context(**SEMI)
-    plan = planning.planned(Placed(((4, 1), (1, 1))), (X.double(),))
-    told = ms.parallel.copies_report(plan)
-    assert "w: 2 KiB, 4 copies, [16, 16]" in told
-    assert "4 devices hold 8 KiB of 2 KiB: redundancy: 3 times the parameters" in told
-
-    class Pair(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = ops.MatMul().shard(((4, 1), (1, 1))), ops.MatMul().shard(((1, 1), (1, 4)))
-            self.w = ms.Parameter(ms.Tensor(np.ones((16, 16))), "w")
-
-        def construct(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x, self.w), self.w)
-
-    listed = ms.parallel.redistribution_report(planning.planned(Pair(), (X.double(),)))
-    assert "all_gather" in listed
-    assert "AllGather" in listed
-    with raises(RuntimeError, "has not run split yet"):
-        ms.parallel.copies_report(Net())
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

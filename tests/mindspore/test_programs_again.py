@@ -3,20 +3,20 @@ two split cells one after the other, accumulated gradients, recurrent layers in 
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from shardwise.mindspore.nn.probability import distribution
 
 import shardwise as sw
 import shardwise.mindspore as ms
+from mindspore.applied import equal_to_one_device
 from raising import raises
 from shardwise.mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from shardwise.mindspore import dataset as ds
-from shardwise.mindspore.nn.probability import distribution
 from shardwise.mindspore.nn.wrapped import _by_steps
 
 RunRanks = Callable[..., list[Any]]
@@ -58,7 +58,7 @@ def test_a_gradient_is_transformed_once_more() -> None:
 
     def cubes(own: Any) -> Any:
         inner = ms.grad(lambda own, power: (own**power).sum(), return_ids=True)(own, power=3)
-        return ms.get_grad(inner, 0)
+        return inner[1]
 
     assert torch.equal(ms.jacrev(cubes)(x), second)
 
@@ -68,14 +68,12 @@ def test_gradients_are_found_by_positions_and_parameters() -> None:
     weights = critic.trainable_params()
     want = ms.grad(lambda x, y: (critic(x) * y).sum(), (0, 1), weights)(x, y)
     found = ms.grad(lambda x, y: (critic(x) * y).sum(), (0, 1), weights, return_ids=True)(x, y)
-    for own, other in zip((0, 1, *weights), (*want[0], *want[1]), strict=True):
-        assert torch.equal(ms.get_grad(found, own), other)
-    assert torch.equal(ms.get_grad(found, weights[1].name), want[1][1])
+    names = [weight.name for weight in weights]
+    for (own, gradient), name, other in zip((*found[0], *found[1]), (0, 1, *names), (*want[0], *want[1]), strict=True):
+        assert own == name
+        assert torch.equal(gradient, other)
     alone = ms.grad(lambda x: critic(x).sum(), return_ids=True)(x)
     assert alone[0] == 0
-    for grads, message in ((found, ("one of", "w")), (want, "return_ids=True")):
-        with raises(RuntimeError, message):
-            ms.get_grad(grads, 2)
 
 
 def test_parameters_of_equal_cells_have_the_paths_of_their_cells_in_their_names() -> None:
@@ -99,20 +97,6 @@ def test_batches_have_the_sizes_that_a_function_says() -> None:
     batches = rows.batch(lambda info: info.get_batch_num() + 1)
     assert [len(row["x"]) for row in batches.create_dict_iterator(num_epochs=1)] == [1, 2, 3, 2]
     assert batches.get_dataset_size() == 4
-
-
-def test_an_error_in_training_gives_back_the_signal() -> None:
-    class Fails(ms.Callback):
-        def step_end(self, run_context: Any) -> None:
-            raise RuntimeError("stopped")
-
-    before = signal.getsignal(signal.SIGUSR1)
-    net = nn.Dense(2, 1)
-    model = ms.Model(net, nn.MSELoss(), nn.SGD(net.trainable_params(), 0.1))
-    data = ds.NumpySlicesDataset((np.ones((2, 2), np.float32), np.ones((2, 1), np.float32)), ["x", "y"]).batch(2)
-    with raises(RuntimeError, "stopped"):
-        model.train(1, data, callbacks=[ms.OnRequestExit(save_ckpt=False, sig=signal.SIGUSR1), Fails()])
-    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 class Clear(nn.Cell):
@@ -368,11 +352,7 @@ def test_ctc_losses_come_with_their_table_and_rolls_and_triplets_take_the_refere
     assert float(nn.TripletMarginLoss()(near, near, far, Tensor(5.0))) == pytest.approx(3, rel=1e-5)
 
 
-def test_loops_boxes_and_further_names_are_their_formulas() -> None:
-    assert int(ops.while_loop(lambda x: x < 5, lambda x: x + 2, Tensor(0))) == 6
-    assert int(ops.fori_loop(0, 4, lambda place, x: x + place, Tensor(1))) == 7
-    last, made = ops.scan(lambda carry, x: (carry + x, carry * x), Tensor(0), Tensor([1, 2, 3]))
-    assert (int(last), made.asnumpy().tolist()) == (6, [0, 2, 9])
+def test_boxes_and_further_names_are_their_formulas() -> None:
     anchors = Tensor([[0.0, 0, 9, 9], [5, 5, 14, 24]])
     true = Tensor([[1.0, 2, 12, 9], [4, 4, 13, 28]])
     np.testing.assert_allclose(ops.IOU()(anchors, true).asnumpy()[0, 0], 9 * 8 / (100 + 96 - 72), rtol=1e-5)
@@ -383,7 +363,7 @@ def test_loops_boxes_and_further_names_are_their_formulas() -> None:
     assert ops.Partial()(lambda a, b: a - b, 5)(3) == 2
     assert ops.bitwise_left_shift(Tensor([1, 2]), Tensor([1, 1])).asnumpy().tolist() == [2, 4]
     x = np.random.RandomState(0).randn(3, 4).astype(np.float32)
-    for name, args in (("pad", (((1, 1), (0, 2)),)), ("dot", (x.T,)), ("sort", ()), ("average", ()), ("append", (x,)),
+    for name, args in (("pad", (((1, 1), (0, 2)),)), ("dot", (x.T,)), ("sort", ()), ("append", (x,)),
                        ("take", ([0, 2], 1)), ("array_split", (2,)), ("tensordot", (x.T, 1))):  # fmt: skip
         own = getattr(ms.numpy, name)(Tensor(x), *(Tensor(y) if isinstance(y, np.ndarray) else y for y in args))
         want = getattr(np, name)(x, *args)
@@ -392,39 +372,21 @@ def test_loops_boxes_and_further_names_are_their_formulas() -> None:
 
 
 _A, _V = np.array([[3.0, 1, 2], [4, 6, 5]]), np.array([1.0, 4, 2, 8])
-_GAPS = np.array([np.nan, 2.0, 1])
 NUMPYS: list[tuple[str, tuple[Any, ...]]] = [
-    *((name, (5,)) for name in ("bartlett", "blackman", "hamming", "hanning", "tri", "tril_indices", "diag_indices")),
-    *((name, (_V,)) for name in ("cbrt", "ediff1d", "gradient", "nancumsum", "diff", "arccosh", "diagflat", "radians")),
+    *((name, (_V,)) for name in ("diff", "arccosh", "diagflat", "radians")),
     *((name, (_V - 3,)) for name in ("fix", "rint", "signbit", "isneginf", "fabs", "positive")),
-    *((name, (_GAPS,)) for name in ("nanmax", "nanmin")), *(("convolve", (_V, _V[:3], mode)) for mode in (
-        "full", "same", "valid")), ("correlate", (_V, _V[:2])), *(("digitize", (_V, np.array([1.0, 3, 5]), right))
-                                                                for right in (False, True)),
-    ("around", (_A / 7, 2)), ("choose", (np.array([0, 1, 0, 1]), [_V, -_V])), ("geomspace", (1, 100, 5)),
-    ("interp", (np.array([0.0, 2.5, 9]), np.array([1.0, 2, 3]), np.array([3.0, 2, 0]))), ("polyval", (_V, _V)),
-    *((name, (_V, np.array([2.0, 8, 9]))) for name in ("intersect1d", "setdiff1d", "isin")), ("ptp", (_A, 1)),
-    ("rollaxis", (_A[None], 2)), ("rollaxis", (_A[None], 0, 3)), ("size", (_A,)), ("vdot", (_V, _V)),
-    ("take_along_axis", (_A, np.array([[0], [1]]), 1)), ("array_equal", (_V, _V)), ("column_stack", ([_V, _V],)),
-    ("hsplit", (_A, 3)), ("vsplit", (_A, 2)), ("divmod", (_V, 3 * _V / 2)), ("broadcast_arrays", (_V, _V[:, None])),
-    ("apply_along_axis", (lambda x: 2 * x, 0, _A)), ("apply_along_axis", (lambda x: x.sum(), 0, _A[:, :1])),
-    ("apply_along_axis", (lambda x: x[:, None] * x[None], 1, _A[None, :1])), ("gradient", (_A, 2.0, 0.5)),
-    ("matrix_power", (_A[:, :2], 2)), ("histogram", (_V, 4)),
+    ("around", (_A / 7, 2)), ("isin", (_V, np.array([2.0, 8, 9]))), ("size", (_A,)),
+    ("take_along_axis", (_A, np.array([[0], [1]]), 1)), ("column_stack", ([_V, _V],)),
+    ("hsplit", (_A, 3)), ("vsplit", (_A, 2)),
 ]  # fmt: skip
 
 
 def test_numpys_functions_are_numpys() -> None:
-    numbers, choices = np.array([-1, 0, 5, 3]), [_V, -_V]
-    for mode in ("clip", "wrap"):
-        own = ms.numpy.choose(Tensor(numbers), [*map(Tensor, choices)], mode)
-        assert own.asnumpy().tolist() == np.choose(numbers, choices, mode=mode).tolist()
-    with raises(ValueError, 'mode is "raise"'):
-        ms.numpy.choose(Tensor(numbers), [*map(Tensor, choices)], "raise")
-    assert ms.numpy.geomspace(1, 100, 5, dtype=ms.float64).dtype == ms.float64
     for name, args in NUMPYS:
         given = (
             Tensor(x) if isinstance(x, np.ndarray) else [*map(Tensor, x)] if isinstance(x, list) else x for x in args
         )
-        own, want = getattr(ms.numpy, name)(*given), getattr(np.linalg if name == "matrix_power" else np, name)(*args)
+        own, want = getattr(ms.numpy, name)(*given), getattr(np, name)(*args)
         several = isinstance(want, (tuple, list))
         for one, other in zip(own, want, strict=True) if several else [(own, want)]:
             np.testing.assert_allclose(np.asarray(one), other, rtol=1e-6, atol=1e-7, err_msg=name)  # windows: float32
@@ -444,7 +406,6 @@ BY_NUMPY: dict[str, tuple[tuple[Any, ...], Any]] = {
     "complex": ((_X, _Y), _X + 1j * _Y),
     "row_stack": (([_X, _Y],), np.vstack([_X, _Y])),
     "histc": ((_X, 5, 0.5, 1.5), np.histogram(_X, 5, (0.5, 1.5))[0]),
-    "eps": ((_X,), np.full_like(_X, np.finfo(np.float64).eps)),
     "igamma": ((np.ones_like(_X), _X), 1 - np.exp(-_X)),  # of the exponential distribution
     "igammac": ((np.ones_like(_X), _X), np.exp(-_X)),
     "zeta": ((np.full(3, 2.0), np.array([1.0, 2.0, 3.0])), np.pi**2 / 6 - np.array([0.0, 1.0, 1.25])),
@@ -479,3 +440,20 @@ def test_functions_taken_over_from_torch_with_several_results_or_without_a_name_
         kept = torch.zeros(whole.numel(), dtype=whole.dtype)
         kept[places.flatten()] = pooled.flatten()
         np.testing.assert_array_equal(back.asnumpy().ravel(), kept.numpy())
+
+
+class Penalized(ms.nn.Cell):
+    """A penalty on the slope of a critic, which construct takes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = Critic()
+
+    def construct(self, x: Any) -> Any:
+        slope = ms.grad(lambda own: self.critic(own).sum())(x)
+        return ((slope**2).sum(1) - 1).abs().mean()
+
+
+def test_a_gradient_in_construct_is_planned_in_semi_auto_mode() -> None:
+    plan = equal_to_one_device(Penalized(), (torch.randn(6, 1),), 2, full_batch=True)
+    assert "@" in plan.inputs[0].layout

@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from shardwise.mindspore.nn.probability import distribution
 
 import shardwise.mindspore as ms
 from raising import raises
 from shardwise.mindspore import Tensor, nn, ops
-from shardwise.mindspore.nn.probability import distribution
 
 
 def _rows() -> list[tuple[Tensor, Tensor]]:
     numbers = np.random.RandomState(0)
     return [(Tensor(numbers.rand(4, 3), ms.float32), Tensor(numbers.rand(4, 2), ms.float32)) for _ in range(3)]
-
-
-class Stop(ms.Callback):
-    """Ends the run after a step; ``by_signal``: by a signal to its own process."""
-
-    def __init__(self, step: int, by_signal: bool = False) -> None:
-        self.step, self.by_signal = step, by_signal
-
-    def step_end(self, run_context: Any) -> None:
-        if run_context.original_args().cur_step_num == self.step:
-            if not self.by_signal:
-                raise KeyboardInterrupt
-            os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def _trained(*callbacks: ms.Callback) -> np.ndarray[Any, Any]:
@@ -43,26 +28,6 @@ def _trained(*callbacks: ms.Callback) -> np.ndarray[Any, Any]:
     model.train(2, _rows(), callbacks=list(callbacks), dataset_sink_mode=False)
     found: np.ndarray[Any, Any] = net.weight.asnumpy()
     return found
-
-
-@pytest.mark.parametrize("save_freq", ["epoch", 2])
-def test_a_run_that_was_cut_off_goes_on_to_the_same_parameters(tmp_path: Path, save_freq: str | int) -> None:
-    whole = _trained()
-    with pytest.raises(KeyboardInterrupt):
-        _trained(ms.BackupAndRestore(str(tmp_path), save_freq), Stop(5))
-    assert (tmp_path / "backup.ckpt").exists()
-    np.testing.assert_array_equal(_trained(ms.BackupAndRestore(str(tmp_path), save_freq)), whole)
-    assert not (tmp_path / "backup.ckpt").exists()
-
-
-def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    leave = ms.OnRequestExit(file_name="net", directory=str(tmp_path), sig=signal.SIGUSR1)
-    weight = _trained(Stop(2, by_signal=True), leave)
-    saved = ms.load_checkpoint(str(tmp_path / "net_train.ckpt"))
-    np.testing.assert_array_equal(saved["weight"].asnumpy(), weight)
-    assert not np.array_equal(weight, _trained())
-    with raises(ValueError, "SIGKILL"):
-        ms.OnRequestExit(sig=signal.SIGKILL)
 
 
 def test_losses_are_written_for_tensorboard(tmp_path: Path) -> None:
@@ -93,11 +58,6 @@ def test_distributions_are_their_formulas() -> None:
 
 def test_functions_are_their_formulas() -> None:
     x = Tensor(np.arange(16).reshape(1, 1, 4, 4), ms.float32)
-    apart = ops.SpaceToBatchND([2, 2], [[0, 0], [0, 0]])(x)
-    np.testing.assert_array_equal(
-        apart[:, 0].asnumpy(), [x.asnumpy()[0, 0, i::2, j::2] for i in (0, 1) for j in (0, 1)]
-    )
-    assert np.array_equal(ops.BatchToSpaceND([2, 2], [[0, 0], [0, 0]])(apart).asnumpy(), x.asnumpy())
     square = x[0, 0]
     turned = ops.ReverseSequence(seq_dim=1)(square, Tensor([1, 2, 3, 4], ms.int32))
     assert turned.asnumpy().tolist() == [[0, 1, 2, 3], [5, 4, 6, 7], [10, 9, 8, 11], [15, 14, 13, 12]]

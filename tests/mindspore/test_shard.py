@@ -3,6 +3,7 @@ printed programs of the specification are wrong (rows G3 and G4 of docs/specific
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.applied import Applied, equal_to_one_device, planned
 from raising import raises
+from shardwise.mindspore import planning
 from shardwise.mindspore.ops import operations as P
+from shardwise.mindspore.strict import StrategyError
 
 WANT = ((2, 4), (4, 1))
 
@@ -235,3 +238,34 @@ def test_an_instance_says_what_it_is() -> None:
     net = Net((WANT,))
     assert net.matmul2.instance_name == "matmul2"
     assert P.ReLU().add_prim_attr("x", 1).del_prim_attr("x").attrs == {}
+
+
+@pytest.mark.parametrize("matrix", [(2, 2), (2, 2, 2)], ids=str)
+def test_products_in_two_and_three_dims_keep_their_operands_in_all_of_them(matrix: tuple[int, ...]) -> None:
+    """With "enable_nd_tp" the dim that is summed over is split differently in both operands, as they are kept."""
+    layout = ms.Layout(matrix, ("x", "y", "z")[: len(matrix)])
+
+    class Net(ms.nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = ms.Parameter(torch.rand(16, 8).double(), "weight")
+            self.matmul = ms.ops.MatMul().add_prim_attr("enable_nd_tp", True)
+            if len(matrix) == 2:
+                self.matmul.shard((layout("x", "y"), layout("x", "y")), (layout("x", "y"),))
+            else:
+                in_strategy = (layout(("z", "y"), "x"), layout(("x", "z"), "y"))
+                self.matmul.shard(in_strategy, (layout(("z", "x"), "y"),))
+
+        def construct(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.matmul(x, self.weight).square().mean()
+            return result
+
+    devices = prod(matrix)
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=devices, dataset_strategy="full_batch")
+    x, net = torch.rand(16, 16).double(), Net()
+    plan = planning.planned(net, (x,))
+    assert plan.layouts["weight"].local_shape(plan.mesh.coordinates(0)) == (16 * 8 // devices // 4, 4)
+    assert sw.verify(net, (x,), plan, steps=1).ok
+    net.matmul.add_prim_attr("enable_nd_tp", False)
+    with raises(StrategyError, "MatMul matmul: ", op="MatMul matmul"):
+        planning.planned(net, (x,))

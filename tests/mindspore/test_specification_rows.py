@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import shardwise as sw
 import shardwise.mindspore as ms
@@ -290,6 +291,60 @@ def test_the_memory_of_200_billion_parameters_is_the_documents() -> None:
         states = parts["parameters"] + parts["gradients"] + parts["optimizer states"]
         assert states * devices == 200_000_000_000 * 16
         assert states * devices / 2**30 == pytest.approx(2980.2, abs=0.05)
+
+
+class Layer(torch.nn.Module):
+    """A layer of a transformer as PanGu-alpha has it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.before, self.between = heads, torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.before(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(y)
+        return torch.as_tensor(x + self.down(F.gelu(self.up(self.between(x)))))
+
+
+class LanguageModel(torch.nn.Module):
+    """The published form of PanGu-alpha's largest model: 128 heads, 1,024 tokens, 40,000 words; 201 billion numbers."""
+
+    def __init__(self, layers: int = 62, width: int = 16_384, words: int = 40_000, length: int = 1024) -> None:
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(words, width), torch.nn.Parameter(torch.empty(length, width))
+        self.layers = torch.nn.ModuleList(Layer(width, 128) for _ in range(layers))
+        self.norm, self.head = torch.nn.LayerNorm(width), torch.nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids) + self.places
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.long
+def test_a_language_model_of_200_billion_parameters_needs_3500_gib_and_128_cards() -> None:
+    """A31, planned: parameters, gradients, the states of Adam and the inputs of all layers (whose inside is computed
+    again) of 16 texts. Cards of 32 GiB hold it when there are 128, and not when there are 64."""
+    with torch.device("meta"):
+        model = LanguageModel()
+    texts = torch.empty(16, 1024, dtype=torch.long, device="meta")
+    tensor_parallel = {"layers.*.qkv": "n@tp", "layers.*.out": "k@tp", "layers.*.up": "n@tp", "layers.*.down": "k@tp"}
+    peaks = {}
+    for cards in (64, 128):
+        plan = sw.plan(
+            model, (texts, texts), cards, mesh=sw.Mesh(dp=cards // 8, tp=8), search="sharding_propagation", zero=3,
+            strategies=tensor_parallel | {"head": "n@tp"}, optimizer="adam", recompute="full",
+        )  # fmt: skip
+        memory = step_memory(model, (texts, texts), plan)
+        parts, peaks[cards] = memory.peak_of["update"].parts, memory.peak.num_bytes / 2**30
+        kept = parts["parameters"] + parts["gradients"] + parts["optimizer states"] + memory.kept_bytes
+        assert kept * cards / 2**30 == pytest.approx(3500, rel=0.04)
+    assert peaks[128] < 32 < peaks[64]
 
 
 def test_a_product_split_by_columns_of_its_weight_on_two_devices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ LIKE_NUMPY: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "torch's transpose": (lambda x: x.transpose(0, 2), lambda a: a.swapaxes(0, 2)),
     "expand_dims": (lambda x: x.expand_dims(1), lambda a: a[:, None]),
     "split(axis)": (lambda x: x.split(2, axis=2)[1], lambda a: a[:, :, 2:]),
+    "split(tensor)": (lambda x: x.split(ms.Tensor(2), axis=2)[1], lambda a: a[:, :, 2:]),
     "split(output_num)": (lambda x: x.split(axis=1, output_num=3)[2], lambda a: a[:, 2:]),
     "mean": (lambda x: x.mean(axis=1, keep_dims=True), lambda a: a.mean(1, keepdims=True)),
     "mean of dims": (lambda x: x.mean((0, 2)), lambda a: a.mean((0, 2))),
@@ -91,15 +93,39 @@ def test_torchs_words_mean_what_they_mean_in_torch() -> None:
     values, places = x.max(dim=1)
     assert torch.equal(places.as_subclass(torch.Tensor), plain.max(dim=1).indices)
     assert torch.equal(values.as_subclass(torch.Tensor), plain.max(dim=1).values)
+    assert x.max(dim=1).values.shape == x.median(dim=1).values.shape == (2, 4)
+    for pair in (x.max(dim=1, keep_dims=True), x.min(axis=1, keepdim=True), x.max(1, keep_dims=True)):
+        assert pair[0].shape == (2, 1, 4)
+    assert x.sort(dim=None)[0].shape == x.argsort(dim=None).shape == (2, 3, 4)
+    assert x.topk(2, dim=None)[0].shape == (2, 3, 2)
     assert x.std(unbiased=True).item() == plain.std().item()
     assert x.mean(1, keepdim=True).shape == (2, 1, 4)
-    for wrong in (lambda: x.mean(axis=1, keep=True), lambda: x.var(axes=1)):
-        with raises(TypeError, "there is no argument"):
+    for wrong in (lambda: x.mean(axis=1, keep=True), lambda: x.var(ax=1)):
+        with raises(TypeError, "unexpected keyword argument", fix="axis=None"):
             wrong()
     with raises(TypeError, "there is no dtype 'flaot16'", "float16"):
         x.astype("flaot16")
     with raises(ValueError, "4 elements in 3 parts"):
         x.split(axis=2, output_num=3)
+    with raises(ValueError, "4 elements in 0 parts"):
+        x[0, 0].split(0)
+    with raises(ValueError, "sizes 2 and output_num=2", "split(axis=..., output_num=2)"):
+        x.split(2, output_num=2)
+    with raises(TypeError, "split() got an unexpected keyword argument 'parts'"):
+        x.split(2, parts=2)
+
+
+def test_flags_may_be_numbers_and_a_dtype_is_none() -> None:
+    x = ms.Tensor(DATA)
+    for kept in (1, np.bool_(True)):
+        for name in ("mean", "all", "any", "prod"):
+            assert getattr(x, name)(1, keep_dims=kept).shape == (2, 1, 4)
+        assert x.sum(1, kept).shape == x.sum(1, keepdims=kept).shape == (2, 1, 4)
+    assert x.sum(1, ms.float16).dtype == ms.float16
+    assert [*inspect.signature(ms.Tensor.sum).parameters][1:4] == ["axis", "dtype", "keepdims"]
+    with raises(TypeError, "float32 is in the place of keepdims"):
+        x.mean(1, ms.float32)
+    np.testing.assert_allclose(x.std(ddof=0.5).asnumpy(), DATA.std(ddof=0.5), rtol=1e-13)
 
 
 def test_methods_that_torch_has_otherwise_are_the_references() -> None:
@@ -118,3 +144,15 @@ def test_methods_that_torch_has_otherwise_are_the_references() -> None:
     places = ms.Tensor([[2], [0]], ms.int32)
     assert x.scatter(axis=1, index=places, src=-x[:, 1:2]).asnumpy().tolist() == [[0, 1, -1], [-4, 4, 5]]
     assert x.index_fill(1, ms.Tensor([1], ms.int32), 9.0).asnumpy().tolist() == [[0, 9, 2], [3, 9, 5]]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("mean", "axis=None, keep_dims=False"),
+        ("std", "axis=None, ddof=0, keepdims=False"),
+        ("cumsum", "axis, dtype=None"),
+    ],
+)
+def test_methods_that_call_functions_have_their_signatures(name: str, arguments: str) -> None:
+    assert str(inspect.signature(getattr(ms.Tensor, name))).partition(", ")[2] == f"{arguments})"

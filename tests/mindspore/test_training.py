@@ -196,7 +196,10 @@ def test_metrics_are_those_of_the_formulas() -> None:
 
 class Stops(ms.train.Callback):
     def step_end(self, run_context: ms.train.RunContext) -> None:
-        self.steps = run_context.original_args().cur_step_num
+        told = run_context.original_args()
+        self.steps = told.cur_step_num
+        assert told.step_in_epoch == told["step_in_epoch"] == told.get("step_in_epoch") == (self.steps - 1) % 4 + 1
+        assert told.get("nothing", 3) == 3
         if self.steps == 3:
             run_context.request_stop()
 
@@ -245,7 +248,9 @@ def planned_alone(settings: dict[str, Any]) -> None:
         (lambda: ms.ops.MatMul().set_strategy({(4, 1), (1, 1)}), TypeError, "set, which has no order"),
         (lambda: ms.Model(Net()).train(1, batches()), ValueError, ("Model.train", "needs an optimizer")),
         (lambda: ms.Model(Net(), ms.nn.MSELoss()).eval(batches()), ValueError, ("Model.eval", "nothing to measure")),
-        (lambda: ms.Model(Net(), metrics="f2"), ValueError, "no metric 'f2'"),
+        (lambda: ms.Model(Net(), metrics="f2"), ValueError, ("no metric 'f2'", "f1", "{name: Metric}")),
+        (lambda: ms.Model(Net(), ms.nn.MSELoss()).fit(1, [], valid_frequency=0), ValueError, "valid_frequency is 0"),
+        (lambda: ms.ops.clip_by_norm([], 1.0), ValueError, ("norm of no tensors", "at least one")),
         (lambda: ms.load_checkpoint("nowhere.ckpt"), ValueError, "no checkpoint nowhere.ckpt"),
     ],
 )

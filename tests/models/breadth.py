@@ -24,11 +24,10 @@ from typing import Any
 import torch
 import transformers as tf
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from models.tiny_models import CLASSES, VOCABULARY, TinyModel, token_inputs
-from models.zoo import Outcome, attempt
+from models.zoo import Outcome, attempt, zoo_table
 from models.zoo_transformers import pair_inputs
 
 # Fields of configurations -> small values. A field that a configuration lacks is left out.
@@ -375,43 +374,12 @@ def splits(module: nn.Module, inputs: dict[str, Any]) -> dict[str, str]:
 
 def attempt_one(name: str, *, num_plans: int, seed: int, debug: bool) -> Outcome:
     torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             tiny = tiny_of(name)
         except Exception as error:
             return Outcome(name, failures=[f"configuration: {type(error).__name__}: {error}"])
         return attempt(name, tiny, num_plans=num_plans, seed=seed, debug=debug)
-
-
-def breadth_table(outcomes: list[Outcome]) -> Table:
-    table = Table(title="Breadth", show_lines=False)
-    for header in (
-        "architecture",
-        "ops",
-        "without rule",
-        "FLOPs",
-        "param. bytes",
-        "passed",
-        "worst error",
-        "s",
-        "notes",
-    ):
-        table.add_column(header)
-    for outcome in outcomes:
-        share = outcome.share
-        table.add_row(
-            outcome.model,
-            str(outcome.num_operators),
-            "\n".join(f"{target} x {count}" for target, count in sorted(outcome.without_rule.items())) or "-",
-            f"{share.flops:.0%}" if share and share.flops is not None else "-",
-            f"{share.parameters:.0%}" if share and share.parameters is not None else "-",
-            f"{outcome.passed} / {outcome.plans}",
-            f"{outcome.worst:.0e}",
-            f"{outcome.seconds:.0f}",
-            "\n".join([*outcome.failures[:2], *([f"known: {KNOWN[outcome.model]}"] if outcome.model in KNOWN else [])]),
-        )
-    return table
 
 
 def main() -> None:
@@ -430,7 +398,7 @@ def main() -> None:
                 outcomes.append(found)
                 told = "; ".join(failure[:300] for failure in found.failures[:2])
                 print(f"{found.model}: {found.passed} of {found.plans} in {found.seconds:.0f} s {told}", flush=True)
-    Console(width=200).print(breadth_table(outcomes))
+    Console(width=200).print(zoo_table(outcomes, "Breadth", KNOWN))
     unexpected = [o.model for o in outcomes if bool(o.failures) != (o.model in KNOWN)]
     print(f"{sum(not o.failures for o in outcomes)} of {len(outcomes)} architectures pass everything")
     if unexpected:

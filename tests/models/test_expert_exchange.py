@@ -59,7 +59,7 @@ MORE: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:no rule for shardwise.function")  # phimoe's router is an autograd.Function
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_tokens_travel_and_every_number_is_that_of_one_device(case: str) -> None:
     name, mesh, strategy, options = (CASES | MORE)[case]
     module, batch, plan = planned(name, mesh, strategy, **options)
@@ -123,7 +123,7 @@ ROUTINGS: dict[str, Callable[[int], tuple[int, int]]] = {
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_any_routing_is_exact(routing: str, devices: int) -> None:
     module, tokens = Routed(), range(32)
     batch = torch.randn(4, 8, 8), torch.tensor([ROUTINGS[routing](token) for token in tokens]).view(4, 8, 2)
@@ -142,7 +142,7 @@ UNEVEN = {  # samples, positions, devices
 
 
 @pytest.mark.parametrize("case", UNEVEN)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_any_number_of_tokens_travels(case: str) -> None:
     samples, positions, devices = UNEVEN[case]
     module, generator = Routed(), torch.Generator().manual_seed(0)
@@ -201,7 +201,9 @@ def test_cotangents_travel_while_the_gradient_of_the_weight_is_computed(monkeypa
     "name", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.long) for name in NAMES if name != "qwen3_moe")]
 )
 def test_tokens_travel_in_stages(name: str) -> None:
-    module, batch, plan = planned(name, sw.Mesh(ep=2), stages=2, micro_batch=4)
+    # Whether samples meet in an autograd.Function without a rule is not known: its loss is no sum over micro-batches.
+    terms = {"per_micro_batch": ["loss"]} if name == "phimoe" else {}
+    module, batch, plan = planned(name, sw.Mesh(ep=2), stages=2, micro_batch=4, **terms)
     assert exchanges(plan), plan
     assert sw.verify(module, batch, plan).is_equal
 
@@ -213,7 +215,12 @@ def test_experts_that_compute_all_tokens_are_split(mesh: sw.Mesh | str) -> None:
         module, batch, plan = planned("llama4_text", mesh, "b@ep")
     else:
         module, batch, plan = planned("llama4_text", sw.Mesh(ep=2), "b@ep", stages=2, micro_batch=4)
-    layouts = {str(layout) for name, layout in plan.layouts.items() if name.endswith("experts.gate_up_proj")}
+    layouts = {
+        str(layout)
+        for stage in plan.stages
+        for name, layout in stage.layouts.items()
+        if name.endswith("experts.gate_up_proj")
+    }
     assert layouts
     assert all("[4@ep" in layout for layout in layouts), layouts
     assert sw.verify(module, batch, plan).is_equal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from models.test_expert_exchange import CUBE, EP, Routed, exchanges, planned
 from raising import raises
 from shardwise.layouts.text import parse_layout
 from shardwise.runtime import messages
-
-RunRanks = Callable[..., list[Any]]
 
 
 def test_rows_of_the_busiest_owner_follow_the_imbalance() -> None:

@@ -9,18 +9,9 @@ from typing import Any
 import pytest
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from models import tiny_models
-from models.test_models_on_ranks import (
-    MODELS,
-    OPTIMIZER,
-    TOLERANCE,
-    RunRanks,
-    check_collectives,
-    plan_of,
-    train_alone,
-    train_on_rank,
-    worst_errors,
-)
+from models.test_models_on_ranks import MODELS, OPTIMIZER, check_training, plan_of, train_on_rank
 
 ROWS = {
     "gpt2": {"transformer.h.*.attn.c_proj": "k@tp", "transformer.h.*.mlp.c_proj": "k@tp"},
@@ -49,19 +40,12 @@ def test_sequences_are_gathered_again_as_plain_pytorch_trains(
 ) -> None:
     monkeypatch.setitem(MODELS, "gpt2", tiny_models.gpt2())
     monkeypatch.setitem(OPTIMIZER, "gpt2", "adamw")
-    plans = {name: planned(name, number, choices) for name, number, choices in CASES if number == ranks}
-    results = run_ranks(
-        on_rank, ranks, [(name, "", plan.to_json()) for name, plan in plans.items()], time_limit_seconds=600
-    )
-    for i, (name, plan) in enumerate(plans.items()):
+    plans = {(name, ""): planned(name, number, choices) for name, number, choices in CASES if number == ranks}
+    for (name, _), plan in plans.items():
         again = [own for own in plan.conversions if own.again and own.value not in plan.layouts]
         gathers = Counter(own.kind for conversion in again for own in conversion.forward)
         assert gathers["all_gather"] >= 3, f"{name}: {gathers}"
-        alone = train_alone(name)
-        for rank in range(ranks):
-            errors = worst_errors(plan, rank, results[rank][i][0], alone)
-            assert max(errors.values()) < TOLERANCE, f"{name}, rank {rank}: {errors}"
-        check_collectives(plan, [results[rank][i][1] for rank in range(ranks)], results[0][i][2])
+    check_training(run_ranks, plans, on_rank)
 
 
 def on_rank(cases: Any) -> Any:

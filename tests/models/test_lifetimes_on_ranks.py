@@ -8,15 +8,8 @@ from typing import Any
 import pytest
 
 import shardwise as sw
-from models.test_models_on_ranks import (
-    TOLERANCE,
-    RunRanks,
-    check_collectives,
-    plan_of,
-    train_alone,
-    train_on_rank,
-    worst_errors,
-)
+from launch.gloo_ranks import RunRanks
+from models.test_models_on_ranks import check_training, plan_of
 
 RANKS = 2
 LEVERS: dict[str, dict[str, Any]] = {
@@ -45,14 +38,8 @@ def test_models_train_with_every_policy_as_plain_pytorch_trains_them(
         for name in names
         for label in CASES[name]
     }
-    cases = [(*key, plan.to_json()) for key, plan in plans.items()]
-    results = run_ranks(train_on_rank, RANKS, cases, time_limit_seconds=300)
-    alone = {name: train_alone(name) for name in names}
-    for i, ((name, label), plan) in enumerate(plans.items()):
+    for (name, label), plan in plans.items():
         again = sum(entry.again for entry in plan.operators), sum(entry.again for entry in plan.parameters)
         assert bool(again[0]) == ("full" in label or "cheap" in label), f"{name}, {label}: {again}"
         assert bool(again[1]) == ("zero 3" in label), f"{name}, {label}: {again}"
-        for rank in range(RANKS):
-            errors = worst_errors(plan, rank, results[rank][i][0], alone[name])
-            assert max(errors.values()) < TOLERANCE, f"{name}, {label}, rank {rank}: {errors}"
-        check_collectives(plan, [results[rank][i][1] for rank in range(RANKS)], results[0][i][2])
+    check_training(run_ranks, plans)

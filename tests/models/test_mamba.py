@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 from transformers import MambaConfig, MambaForCausalLM
@@ -32,6 +33,7 @@ def where_splitting_pays() -> sw.Cluster:
     return replace(cluster, device=slow)
 
 
+@pytest.mark.long
 def test_collectives_of_a_mamba_model_are_those_of_its_plan() -> None:
     ids = torch.randint(0, 64, (8, 2), generator=torch.Generator().manual_seed(0))
     mesh = sw.Mesh(a=2, b=2, c=2)

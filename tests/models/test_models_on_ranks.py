@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from models import tiny_models
 from models.zoo import DESCRIBED, ZOO
 from shardwise.graph.capture import Capture, capture
@@ -33,7 +34,6 @@ from shardwise.proof.runs import OPTIMIZERS
 from shardwise.runtime import program_cache
 from shardwise.runtime.local_shards import shard
 
-RunRanks = Callable[..., list[Any]]
 Case = tuple[str, str, str]  # the model, which plan of it, the plan as JSON
 Step = dict[str, dict[str, Tensor]]  # kind ("output", "gradient", "parameter", "buffer") -> name -> tensor
 Messages = list[tuple[str, str, int]]  # kind, axes and bytes of collectives
@@ -208,14 +208,20 @@ def check_collectives(plan: sw.Plan, ranks: list[Passes], program: Passes) -> No
         assert sorted(performed) == sorted(planned)
 
 
+def check_training(
+    run_ranks: RunRanks, plans: Mapping[tuple[str, str], sw.Plan], function: Callable[..., Any] = train_on_rank
+) -> None:
+    """Train under plans, by model and label, on ranks and beside it in one process, and compare both."""
+    (num_ranks,) = {plan.mesh.num_devices for plan in plans.values()}
+    results = run_ranks(function, num_ranks, [(*key, plan.to_json()) for key, plan in plans.items()])
+    alone = {name: train_alone(name) for name in {name for name, _ in plans}}
+    for i, ((name, label), plan) in enumerate(plans.items()):
+        for rank, found in enumerate(results):
+            errors = worst_errors(plan, rank, found[i][0], alone[name])
+            assert max(errors.values()) < TOLERANCE, f"{name}, {label}, rank {rank}: {errors}"
+        check_collectives(plan, [found[i][1] for found in results], results[0][i][2])
+
+
 @pytest.mark.long
 def test_models_train_on_four_ranks_as_plain_pytorch_trains_them(run_ranks: RunRanks) -> None:
-    plans = {(name, label): plan_of(name, label) for name, labels in LABELS.items() for label in labels}
-    cases = [(*key, plan.to_json()) for key, plan in plans.items()]
-    results = run_ranks(train_on_rank, RANKS, cases, time_limit_seconds=300)
-    alone = {name: train_alone(name) for name in MODELS}
-    for i, ((name, label), plan) in enumerate(plans.items()):
-        for rank in range(RANKS):
-            errors = worst_errors(plan, rank, results[rank][i][0], alone[name])
-            assert max(errors.values()) < TOLERANCE, f"{name}, {label}, rank {rank}: {errors}"
-        check_collectives(plan, [results[rank][i][1] for rank in range(RANKS)], results[0][i][2])
+    check_training(run_ranks, {(name, label): plan_of(name, label) for name in LABELS for label in LABELS[name]})

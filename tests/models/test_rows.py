@@ -12,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from models.tiny_models import CLASSES
 from models.zoo_own import UNet
+from proving import prove
 
 
 def resnet() -> nn.Module:
@@ -52,8 +53,7 @@ def test_image_models_whose_rows_are_split_equal_one_device(name: str, axes: dic
     torch.manual_seed(0)
     model, given, mesh = make(), inputs(), sw.Mesh(**axes)
     plan = sw.plan(model, given, mesh.num_devices, mesh=mesh, strategies={first: "y0@sp"})
-    report = sw.verify(model, given, plan)
-    assert report.ok, report
+    prove(model, given, plan)
     halos = [entry for c in plan.conversions for entry in c.forward if entry.kind == "halo_exchange"]
     assert len(halos) >= 2
     split = [op for op in plan.operators if "conv" in op.target and "y0" in op.strategy]

@@ -17,6 +17,7 @@ from shardwise.graph.ir import Ref
 from shardwise.rules.attention import ATTENTION
 from shardwise.rules.convolution import CONVOLUTION
 from shardwise.rules.experts import EXPERTS
+from shardwise.rules.head import HEAD
 from shardwise.rules.matmul import MATMUL
 from shardwise.rules.recurrent import RECURRENT
 
@@ -57,14 +58,18 @@ CALLS = {
 }
 
 
+def flops_of_graph(graph):
+    shapes = {value.name: value.shape for value in graph.values}
+    return sum(
+        flops_of(op, tuple(shapes[n] for n in op.operands), tuple(shapes[n] for n in op.results)) for op in graph.ops
+    )
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_flops_are_those_that_pytorch_counts(name):
     function, *tensors = CALLS[name]
     graph = capture(Call(function), tuple(tensors)).graph
-    shapes = {value.name: value.shape for value in graph.values}
-    counted = sum(
-        flops_of(op, tuple(shapes[n] for n in op.operands), tuple(shapes[n] for n in op.results)) for op in graph.ops
-    )
+    counted = flops_of_graph(graph)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         function(*(tensor.to("meta") for tensor in tensors))
     assert counted == counter.get_total_flops() > 0
@@ -72,14 +77,17 @@ def test_flops_are_those_that_pytorch_counts(name):
 
 def test_flops_of_products_that_are_added_up_are_those_of_the_products():
     graph = capture(Call(torch.addbmm), (normal(5, 4), normal(3, 5, 7), normal(3, 7, 4))).graph  # unknown to PyTorch
-    assert sum(flops_of(op, ((5, 4), (3, 5, 7), (3, 7, 4)), ((5, 4),)) for op in graph.ops) == 2 * 3 * 5 * 7 * 4
+    assert flops_of_graph(graph) == 2 * 3 * 5 * 7 * 4
 
 
 def test_every_contraction_convolution_and_attention_with_a_rule_is_counted():
     convolutions = {target for target in CONVOLUTION if "conv" in str(target)}
     backward = {torch.ops.shardwise.grouped_mm_of_x.default, torch.ops.shardwise.grouped_mm_of_weight.default}
-    with_rules = MATMUL.keys() | convolutions | ATTENTION.keys() | RECURRENT.keys() | EXPERTS.keys()
-    assert FLOPS.keys() == with_rules | backward
+    of_layers = ATTENTION.keys() | RECURRENT.keys() | EXPERTS.keys() | HEAD.keys()
+    with_rules = MATMUL.keys() | convolutions | of_layers
+    assert FLOPS.keys() == with_rules | backward | {
+        torch.ops.aten.addmm.default
+    }  # a matrix product and its bias as one kernel
 
 
 def test_flops_of_recurrent_layers_and_experts_are_those_of_their_products():

@@ -1,6 +1,7 @@
 """torch's database of optimizers: each on whole parameters and on shards of them.
 
-A class that shardwise lets update shards must give every element what it has on one device; the others are refused.
+A class that shardwise lets update shards must give every element what it has on one device. One that needs whole
+parameters gets them (``tests/runtime/test_matrix_optimizers.py``): it runs whole. The others are refused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from oracle.databases import database
 from oracle.outcomes import Outcome
-from shardwise.runtime.guards.elementwise_optimizers import is_elementwise
+from shardwise.runtime.guards.elementwise_optimizers import MATRIX_KINDS, is_elementwise
 
 STEPS, PARTS, SHAPE = 3, 3, (6, 4)
 TOLERANCE = 1e-12
@@ -30,6 +31,9 @@ def optimizer_outcomes(name: str, count: int) -> Iterator[Outcome]:
 def attempt(name: str, entry: Any, options: Any) -> Outcome:
     """Whether an optimizer gives the shards of a parameter what it gives the whole one."""
     outcome = Outcome(name, captured=True, planned=True)
+    if entry.optim_cls in MATRIX_KINDS:
+        outcome.ended = "equal"
+        return outcome
     if not is_elementwise(entry.optim_cls):
         outcome.ended, outcome.detail = "refused", f"ShardwiseError: {name} needs whole parameters"
         return outcome

@@ -43,8 +43,7 @@ class Outcome:
 
 
 def outcomes(name: str, entry: object, count: int, plans: int | None) -> Iterator[Outcome]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         yield from (attempt(name, model, plans) for model in samples(entry, count))
 
 

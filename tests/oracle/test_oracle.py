@@ -36,6 +36,7 @@ def check(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*share("operators", NUM_OPERATORS), *FOUND])
+@pytest.mark.sampled(8)
 def test_operators_of_torchs_database_are_equal_or_refused(name: str) -> None:
     check("operators", name)
 

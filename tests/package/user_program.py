@@ -20,7 +20,7 @@ dense: nn.Cell = nn.Dense(4, 4)
 sw.paralellize(model, plan)  # error: attr-defined
 sw.plan(model, batch, 8, mode="semi")  # error: arg-type
 sw.plan(model, batch, 8, search="dynamic")  # error: arg-type
-sw.compare(model, batch, 8, searches=("ilp", "greedy"))  # error: arg-type
+sw.compare(model, batch, 8, searches=("dynamic_programming", "greedy"))  # error: arg-type
 print(plan.predction)  # error: attr-defined
 ops.MatMul(transpose=True)  # error: call-arg
 ops.MatMul().shrd(((1, 1), (1, 1)))  # error: attr-defined

@@ -79,7 +79,7 @@ def share_of(request: PlanRequest, *, staged: bool = False) -> int:
     ],
     ids=str,
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_no_plan_holds_less_than_its_share(settings: dict[str, Any]) -> None:
     request = request_of(**settings)
     free = figures(execute(request).plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardwise.api import step_memory
 from shardwise.planning import execute as planning
 from shardwise.planning import suggestions as options
 from shardwise.planning.execute import execute
+from shardwise.planning.suggestions import suggest_changes, try_request
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.stage_planner import choose_stage
@@ -51,7 +53,7 @@ def test_its_figures_are_those_of_the_plan_and_of_arithmetic() -> None:
     module, batch = asked()
     answer = sw.fits(module, batch, "h100-1x2", seconds=0, price_per_hour=3.0)
     plan = sw.plan(module, batch, sw.Cluster.load("h100-1x2"))
-    assert answer.step_seconds == plan.prediction.planned_seconds
+    assert answer.step_seconds == plan.prediction.default_seconds < plan.prediction.planned_seconds
     assert answer.step is not None
     assert answer.step.peak == step_memory(module, batch, plan).peak
     tokens, width = 16 * 32, 256
@@ -80,7 +82,22 @@ def test_changes_are_plans_that_cost_less_and_say_by_how_much() -> None:
     twice = next(option for option in answer.options if option.samples == 32)
     _, larger = asked(32)
     again = sw.plan(module, larger, sw.Cluster.load("h100-1x2"))
-    assert twice.step_seconds == again.prediction.planned_seconds
+    assert twice.step_seconds == again.prediction.default_seconds
+
+
+def test_suggested_meshes_are_named_by_what_they_split() -> None:
+    module, batch = asked(64)
+    answer = sw.fits(module, batch, "a100-80-2x4", seconds=0, price_per_hour=1.0)
+    request = answer.asked.request
+    variants = [variant for variant in suggest_changes(request, answer.asked.plan) if variant[1].candidates]
+    assert variants
+    for what, changed in variants:
+        option = try_request(changed, what)
+        assert what == f"another mesh ({option.plan.mesh.format_sizes()} devices)"
+        assert not {"node", "network"}.intersection(name.rstrip("012") for name, _ in option.plan.mesh.axes)
+        by_hand = sw.plan(module, batch, request.cluster, mesh=option.plan.mesh)
+        assert by_hand.operators == option.plan.operators
+        assert str(option.plan.mesh) in str(replace(answer, options=(option,)))
 
 
 def test_what_does_not_fit_is_mended_and_the_mends_fit() -> None:
@@ -140,6 +157,7 @@ def refused(**settings: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_a_refusal_names_the_cheapest_mends_and_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "MAX_REFUSED_SECONDS", inf)
     monkeypatch.setattr(options, "MAX_SUGGESTION_SECONDS", inf)
@@ -196,8 +214,7 @@ def test_what_a_plan_announces_points_at_the_call() -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
     cases: list[dict[str, Any]] = [{"optimizer": "adamw on host"}, {"offload": "all"}]
     for settings in cases:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", sw.errors.PlanWarning)
+        with warnings.catch_warnings(record=True, action="always", category=sw.errors.PlanWarning) as caught:
             sw.plan(module, torch.ones(8, 64), sw.Cluster.load("local"), loss=lambda output: output.mean(), **settings)
         assert "gains nothing" in str(caught[0].message)
         assert {one.filename for one in caught} == {__file__}
@@ -214,3 +231,48 @@ def test_a_request_and_its_variants_are_checked_alike_and_keep_a_setting_of_none
     with raises(TypeError, "'stage'"):
         request.varied(stage=2)
     assert sw.fits(module, batch, "h100-1x4", recompute=None, seconds=0).asked.request.parallel.recompute is None
+
+
+SIZES = {
+    "GPT-2 large": 0.774,
+    "GPT-2 XL": 1.558,
+    "GPT-3 2.7B": 2.65,
+    "GPT-3 6.7B": 6.66,
+    "GPT-3 13B": 12.85,
+    "30B": 30.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("card", "largest", "next_size"),
+    [
+        ("t4", "GPT-2 large", "GPT-2 XL"),
+        ("rtx-3090", "GPT-2 large", "GPT-2 XL"),
+        ("rtx-4090", "GPT-2 large", "GPT-2 XL"),
+        ("v100", "GPT-2 XL", "GPT-3 2.7B"),
+        ("rtx-5090", "GPT-2 XL", "GPT-3 2.7B"),
+        ("rtx-a6000", "GPT-3 2.7B", "GPT-3 6.7B"),
+        ("rtx-6000-ada", "GPT-3 2.7B", "GPT-3 6.7B"),
+        ("l40s", "GPT-2 XL", "GPT-3 6.7B"),
+        ("h20", "GPT-3 2.7B", "GPT-3 6.7B"),
+        ("gb200", "GPT-3 6.7B", "GPT-3 13B"),
+        ("gb300", "GPT-3 13B", "30B"),
+    ],
+)
+def test_a_card_holds_sixteen_bytes_a_parameter(card: str, largest: str, next_size: str) -> None:
+    """Parameters, gradients and two states in float32: 23 GiB for GPT-2 XL, which a card of 24 GiB with its reserve has
+    not."""
+
+    def fit(size: str) -> sw.Fits:
+        width = round((SIZES[size] * 1e9 / 8) ** 0.5)
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(8)))
+            inputs = torch.empty(1, width), torch.empty(1, width)
+        loss = torch.nn.functional.mse_loss
+        return sw.fits(model, inputs, f"{card}-1x1", loss=loss, optimizer="adamw fused", seconds=0)
+
+    answer = fit(largest)
+    assert answer.ok
+    assert answer.step is not None
+    assert answer.step.peak.num_bytes / (SIZES[largest] * 1e9) == pytest.approx(16, rel=0.02)
+    assert not fit(next_size).ok

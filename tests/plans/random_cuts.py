@@ -163,8 +163,7 @@ def prove_cut(seed: int) -> str:
     if rng.random() < 0.3:
         sw.recompute(module.layers[0], "cheap")
         FEATURES["made again"] += 1
-    with mock.patch.object(StagePartition, "parts", random_parts(rng)), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with mock.patch.object(StagePartition, "parts", random_parts(rng)), warnings.catch_warnings(action="ignore"):
         try:
             plan = sw.plan(module, batch, options.pop("cluster"), **options)
         except sw.PlanError as error:
@@ -198,8 +197,7 @@ def prove_model(name: str, stages: int) -> str:
     module, inputs = MODELS[name].build().train(), MODELS[name].inputs(8)
     schedule = "GPipe" if stages == 3 else "ZBVZeroBubble" if stages == 4 else "1F1B"
     places = stages // SCHEDULES[schedule].stages_per_place
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         asked: dict[str, Any] = {"stages": stages, "global_batch": 8, "mode": "data_parallel", "optimizer": "sgd"}
         try:
             plan = sw.plan(module, inputs, 2 * places, schedule=schedule, micro_batch=2, **asked)

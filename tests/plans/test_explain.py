@@ -15,23 +15,15 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from raising import raises
+from search.small_models import Mlp
 from shardwise.search.cost_graph import COMPONENTS, OperatorVariable
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.elimination import Interner, Problem, TooWide, k_best
 
 
-class Mlp(nn.Module):
-    def __init__(self, width: int = 64, hidden: int = 256) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x))).square().mean()
-
-
 def planned(batch: int = 16384, **options: object) -> sw.Plan:
     with torch.device("meta"):
-        model, inputs = Mlp(), (torch.empty(batch, 64),)
+        model, inputs = Mlp(64, 256, act=F.gelu), (torch.empty(batch, 64),)
     given = {"mesh": sw.Mesh(dp=2, tp=2), "search": "dynamic_programming"} | options
     return sw.plan(model, inputs, 4, **given)
 
@@ -155,7 +147,9 @@ def test_the_best_plans_print_as_a_table(plan: sw.Plan) -> None:
 def test_the_best_plans_of_a_large_model_are_proven_too() -> None:
     """One elimination lists them, however many choices there are."""
     with torch.device("meta"):
-        model = nn.Sequential(*(layer for _ in range(60) for layer in (nn.Linear(64, 64), nn.GELU())), Mlp())
+        model = nn.Sequential(
+            *(layer for _ in range(60) for layer in (nn.Linear(64, 64), nn.GELU())), Mlp(64, 256, act=F.gelu)
+        )
         plan = sw.plan(model, (torch.empty(4096, 64),), 4, mesh=sw.Mesh(dp=4), search="dynamic_programming")
     assert plan.report.finished_search is not None
     assert len(plan.report.finished_search.cost.variables) > 300

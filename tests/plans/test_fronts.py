@@ -29,6 +29,7 @@ from shardwise.search.cost_graph import BYTES
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.planner import Planner
+from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.stored_program import SearchConfig
 
 LAYERS, WIDTH = 8, 16
@@ -46,7 +47,7 @@ def test_equal_stages_are_searched_once_and_have_the_plan_of_the_fullest() -> No
     options: dict[str, Any] = {"stages": 4, "micro_batch": 1, "global_batch": 8, "mesh": sw.Mesh(dp=2)}
     with mock.patch.object(stage_planner, "choose_stage", wraps=stage_planner.choose_stage) as searches:
         plan = sw.plan(model, batch, 8, **options)
-    middle = [call.args[3] for call in searches.call_args_list]
+    middle = [call.args[2] for call in searches.call_args_list]
     assert searches.call_count < 4, "stages in the middle are equal"
     assert middle == sorted(middle, reverse=True), "each was searched for the first of its kind, which keeps most"
     second, third = plan.stages[1], plan.stages[2]
@@ -61,14 +62,14 @@ def test_a_stage_of_another_cut_is_searched_again_only_if_its_plan_does_not_fit_
     options: dict[str, Any] = {"stages": 2, "micro_batch": 1, "global_batch": 8, "mesh": sw.Mesh(dp=1)}
     with mock.patch.object(stage_planner, "choose_stage", wraps=stage_planner.choose_stage) as searches:
         sw.plan(model, batch, 2, **options)
-        config, part, _, _, vjp_cache = searches.call_args_list[-1].args
+        config, part, _, cache = searches.call_args_list[-1].args
         limit = 1e12
         searches.reset_mock()
-        planner = stage_planner.StagePlanner(config, vjp_cache, {})
+        planner = stage_planner.StagePlanner(config, PlanningCache(cache.vjp_cache), {})
         alone = planner.of(part, 1, limit, None)
         assert planner.of(part, 5, limit, None) is alone
         assert searches.call_count == 1
-        several = stage_planner.StagePlanner(config, vjp_cache, {}).of(part, 5, limit, None)
+        several = stage_planner.StagePlanner(config, PlanningCache(), {}).of(part, 5, limit, None)
         assert alone.ranking is not None
         assert several.ranking is not None
         room = alone.ranking.best.num_bytes + 4 * alone.ranking.best.kept_bytes
@@ -214,14 +215,14 @@ def test_a_cut_is_the_best_of_all(seed: int, limit: float) -> None:
         best = min(best, max(taken(*own, kept) for own, kept in zip(ends, flying, strict=True)))
     assert front.least(places) <= best * (1 + 1e-12)
     found = front.cut(limit, flying)
-    assert found.slowest == pytest.approx(best)
+    assert found.value == pytest.approx(best)
     assert (front.others is None) is (limit < 100.0), "where all fits, nothing else is looked at"
     if best < inf:
-        spans = pairwise((*found.starts, BLOCKS))
+        spans = pairwise(found.starts)
         slowest = max(taken(*own, kept) for own, kept in zip(spans, flying, strict=True))
         assert slowest == pytest.approx(best)
         assert found.starts[0] == 0
-        assert len(found.starts) == places
+        assert len(found.starts) == places + 1
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7])

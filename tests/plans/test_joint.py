@@ -239,6 +239,7 @@ class Windowed(nn.Module):
         return attend(heads, heads, heads, attn_mask=seen).square().mean()
 
 
+@pytest.mark.long
 def test_the_bound_holds_where_a_ring_leaves_out_what_a_mask_hides() -> None:
     with torch.device("meta"):
         model, x = Windowed(1 << 16), torch.empty(1, 1 << 16, 64)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from proving import prove
 from raising import raises
 from shardwise.errors import LayoutError
 
@@ -33,8 +34,7 @@ class TwoProducts(nn.Module):
 def planned(summed: bool = False, **settings: Any) -> sw.Plan:
     module = TwoProducts(summed)
     plan = sw.plan(module, INPUTS, 8, mesh=sw.Mesh(x=8), **settings)
-    report = sw.verify(module, INPUTS, plan)
-    assert report.ok, report
+    prove(module, INPUTS, plan)
     return plan
 
 
@@ -87,6 +87,13 @@ def test_a_layout_of_no_tensor_is_named_with_stages_too() -> None:
     settings: dict[str, Any] = {"loss": lambda output: output.square().mean(), "stages": 2}
     with raises(LayoutError, "'2.weight'", "'1.weight'"):
         sw.plan(module, torch.randn(8, 16), 4, layouts={"2.weight": (2, 1)}, **settings)
+
+
+def test_axes_in_a_layout_need_a_mesh() -> None:
+    module, batch = nn.Linear(16, 16), torch.randn(8, 16)
+    with raises(LayoutError, ("'[16@tp, 16]'", "mesh=")):
+        sw.plan(module, batch, "h100-1x8", layouts={"weight": "[16@tp, 16]"})
+    assert sw.plan(module, batch, "h100-1x8", layouts={"weight": (8, 1)}).parameters[0].layout.startswith("f32[16@")
 
 
 def test_two_names_of_one_parameter_are_not_kept_in_two_layouts() -> None:
@@ -167,6 +174,7 @@ def test_counts_that_do_not_divide_the_heads_split_each_of_them() -> None:
         ),
     ],
 )
+@pytest.mark.sampled(1)
 def test_eight_devices_store_twelve_heads_of_64(options: dict[str, Any], layout: str) -> None:
     """96 rows each, whatever divides the product: eight rows of every head."""
 

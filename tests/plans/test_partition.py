@@ -64,6 +64,7 @@ def refused(limit: float) -> float | None:
     return None
 
 
+@pytest.mark.long
 def test_a_refusal_names_the_same_least_memory_whatever_the_limit() -> None:
     figures = [refused(limit * MIB) for limit in (135.0, 162.0, 180.0)]
     assert len({*figures}) == 1, figures
@@ -96,7 +97,7 @@ def drawn_partition(seed: int, num_stages: int) -> tuple[StagePartition, list[An
 
 @pytest.mark.parametrize("num_stages", [3, 4])
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 def test_the_settled_cut_is_the_best_of_all(seed: int, num_stages: int) -> None:
     partition, seconds, needs = drawn_partition(seed, num_stages)
     ends = len(partition.names)

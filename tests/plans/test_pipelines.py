@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from proving import prove
 from raising import raises
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline_simulation import Action, StageSeconds, simulate_pipeline
@@ -232,8 +233,7 @@ def test_a_solved_order_is_in_the_file_and_proven(solved: sw.Plan) -> None:
     assert usual.pipeline.bound_seconds == pytest.approx(solved.pipeline.bound_seconds)
     assert solved.pipeline.bound_seconds <= solved.pipeline.step_seconds <= usual.pipeline.step_seconds
     assert "no order of these stages takes less than" in str(solved)
-    report = sw.verify(Staged(), BATCH, solved)
-    assert report.ok, str(report)
+    prove(Staged(), BATCH, solved)
 
 
 def test_pipelines_are_compared(solved: sw.Plan) -> None:
@@ -295,6 +295,7 @@ def test_micro_batches_are_chosen_by_price() -> None:
 
 
 @pytest.mark.parametrize("stages", [None, 2, "auto"])
+@pytest.mark.sampled(1)
 def test_a_result_keeps_neither_the_module_nor_its_inputs(stages: Any) -> None:
     module, batch = Staged(), staged_batch(8)
     kept = [weakref.ref(module), *map(weakref.ref, batch)]
@@ -337,6 +338,7 @@ def test_a_place_is_said_to_hold_what_its_stages_hold_as_they_take_turns(name: s
         assert said <= most + max(moment), "at another time, but no more than once"
 
 
+@pytest.mark.long
 def test_stages_fit_with_the_layouts_in_which_they_meet() -> None:
     """The first stage fits by itself, and holds more of the tied table when it has it as the last one does."""
     options: dict[str, Any] = {"search": "dynamic_programming"}
@@ -406,8 +408,7 @@ def dropped() -> tuple[Staged, sw.Plan]:
 
 def test_a_pipeline_is_proven(dropped: tuple[Staged, sw.Plan]) -> None:
     """Dropout, a mean over labels that count, tied parameters and a mask; backward in halves, on a folded schedule."""
-    report = sw.verify(dropped[0], BATCH, dropped[1])
-    assert report.ok, str(report)
+    report = prove(dropped[0], BATCH, dropped[1])
     kinds = {difference.kind for difference in report.differences}
     assert kinds == {"loss", "gradient", "parameter"}
     assert {d.name for d in report.differences if d.kind == "parameter"} == set(dict(dropped[0].named_parameters()))
@@ -420,8 +421,7 @@ def test_more_than_two_stages_on_a_place_are_proven_and_kept_in_the_file() -> No
     assert found.schedule == "Interleaved1F1B:3"
     assert [stage.placement.ranks[0] for stage in found.stages] == [0, 2, 0, 2, 0, 2]
     assert sw.Plan.from_json(found.to_json()) == found
-    report = sw.verify(model, BATCH, found)
-    assert report.ok, str(report)
+    prove(model, BATCH, found)
 
 
 class Pooled(nn.Module):
@@ -443,8 +443,7 @@ class Pooled(nn.Module):
 def test_what_backward_writes_in_place_is_in_the_first_half(schedule: str) -> None:
     model, batch = Pooled(), (torch.randn(8, 4, 8), torch.randint(3, (8,)))
     found = sw.plan(model, batch, 2, stages=4, schedule=schedule, micro_batch=2, mode="data_parallel", optimizer="sgd")
-    report = sw.verify(model, batch, found, steps=1)
-    assert report.ok, str(report)
+    prove(model, batch, found, steps=1)
 
 
 def lost(self: Any, stage: int, micro_batch: int, *args: Any, **kwargs: Any) -> None:

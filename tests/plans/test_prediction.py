@@ -153,7 +153,7 @@ def test_a_plan_must_fit_beside_the_reserve_of_its_devices_and_says_so() -> None
     ],
     ids=str,
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_a_plan_that_was_not_searched_is_predicted_as_its_program_is(settings: dict[str, Any]) -> None:
     model, inputs = FourConsumers(), (torch.randn(8, 16),)
     cluster = sw.Cluster.load("h100-1x2")
@@ -174,7 +174,7 @@ def test_a_plan_that_was_not_searched_is_predicted_as_its_program_is(settings: d
     assert "step" in named or plan.strategies == searched.strategies or "data_parallel" not in settings.values()
     answer = sw.fits(model, inputs, cluster, seconds=0, **settings)
     assert answer.ok
-    assert answer.step_seconds == cost.planned_seconds
+    assert answer.step_seconds == cost.default_seconds
     assert answer.step is not None
     assert answer.step.peak.num_bytes == cost.peak_bytes
     assert answer.utilisation > 0

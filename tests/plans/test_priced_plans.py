@@ -11,6 +11,7 @@ from plans.priced_plans import FOLDER, MODELS, TARGETS, Target, decisions, file_
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sampled(4)
 def test_a_plan_chosen_by_price_decides_what_it_did(model: str, target: Target) -> None:
     path = file_of(model, target)
     told = difflib.unified_diff(

@@ -93,3 +93,14 @@ def test_a_plan_says_what_a_device_holds_and_sends():
 )
 def test_bytes_print_with_three_digits(count, text):
     assert format_bytes(count) == text
+
+
+def test_waits_for_copies_of_the_host_are_no_waits_for_messages():
+    with torch.device("meta"):
+        net, batch = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)), torch.empty(64, 2048)
+    cluster = sw.Cluster.load("h100-1x1")
+    plan = sw.plan(net, batch, cluster, loss=lambda out: out.square().mean(), optimizer="adamw on host")
+    text = str(plan)
+    assert "waits for copies from and to the host: use a larger batch" in text
+    assert "waits for messages" not in text
+    assert plan.prediction.message_wait == pytest.approx(0.0, abs=1e-9)

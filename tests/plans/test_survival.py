@@ -20,8 +20,7 @@ from train.runs import batch, make
 
 
 def plan_of(mesh: sw.Mesh, **how: Any) -> Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return sw.plan(make(), batch(0), mesh.num_devices, mesh=mesh, search="sharding_propagation", **how)
 
 
@@ -130,8 +129,7 @@ def test_with_peer_copies_any_one_machine_may_be_lost(size: int) -> None:
 
 
 def test_seconds_of_copies_are_bytes_by_the_link_between_machines() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         cluster = sw.Cluster.load("h100-2x8").with_nodes(2, 2)
         plan = sw.plan(make(), batch(0), cluster, mesh=sw.Mesh(dp=4), search="dynamic_programming", zero=3)
     found = plan.survives(2)

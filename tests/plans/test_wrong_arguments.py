@@ -17,14 +17,14 @@ WRONG: dict[str, list[Any]] = {
     "mesh": ["dp=2", {"dp": 2}, (2, 1), 2],
     "precision": ["bf16", torch.bfloat16, {"compute": torch.bfloat16}],
     "mode": [None, 1, ["auto"]],
-    "search": [1, ["ilp"], "ILP"],
+    "search": [1, ["greedy"], "Dynamic_Programming"],
     "max_mesh_axes": [0, "2", 2.5, None],
     "global_batch": ["8", 4.0, -1, True, [4]],
     "micro_batch": ["2", 2.0, 0, [2]],
     "memory_bytes": ["8GB", -1, float("nan"), [1], True],
     "strategies": ["n@tp", [("0", "n@dp")], {"nope": "n@dp"}, {1: "n@dp"}, {"": 3}],
     "layouts": ["x", {"weight": 3}, [1], {1: "[4, 4]"}],
-    "bucket_bytes": ["25MB", 1.5, -1, None],
+    "bucket_bytes": ["25MB", 1.5, -1],
     "recompute": ["all", True, 1, ["full"]],
     "offload": [True, None, 1, ["all"]],
     "zero": ["3", 4, 0, True, 1.0, [3]],
@@ -86,6 +86,6 @@ def test_numbers_of_other_questions_are_refused() -> None:
         for value in values:
             with pytest.raises(sw.ShardwiseError, match=r"seconds|price"):
                 sw.fits(nn.Linear(4, 4), (X,), 2, loss=mean, **{name: value})
-    for searches in (3, "ilp", [3]):
+    for searches in (3, "dynamic_programming", [3]):
         with pytest.raises(sw.ShardwiseError, match="search"):
             sw.compare(nn.Linear(4, 4), (X,), 2, loss=mean, searches=searches)

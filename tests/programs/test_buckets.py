@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from proving import prove
 from raising import raises
+from search.small_models import Chain
 from shardwise.graph.capture import capture
 from shardwise.programs.buckets import FIRST_BUCKET_BYTES, Bucket, fill_buckets
 from shardwise.programs.spmd import build_spmd
@@ -16,17 +18,9 @@ from shardwise.programs.spmd_steps import Conversion
 from shardwise.search.decide import decide
 
 
-class Deep(nn.Module):
+def deep() -> Chain:
     """Eight layers of 64 KiB of weights each."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(8))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
+    return Chain(8, 128, bias=True, act=torch.tanh)
 
 
 X = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
@@ -38,20 +32,20 @@ def gradient_messages(plan: sw.Plan) -> list[int]:
 
 
 def test_gradients_over_the_same_axes_are_one_message():
-    plan = sw.plan(Deep(), X, 4, search="sharding_propagation")
+    plan = sw.plan(deep(), X, 4, search="sharding_propagation")
     assert gradient_messages(plan) == [8 * LAYER_BYTES]
     assert {entry.bucket for entry in plan.conversions if entry.value.startswith("layers.")} == {1}
 
 
 def test_without_buckets_every_gradient_is_a_message():
-    plan = sw.plan(Deep(), X, 4, bucket_bytes=0, search="sharding_propagation")
+    plan = sw.plan(deep(), X, 4, bucket_bytes=0, search="sharding_propagation")
     assert len(gradient_messages(plan)) == 16
     assert not any(entry.bucket for entry in plan.conversions)
 
 
 def test_gradients_that_take_two_messages_share_both():
     mesh, zero = sw.Mesh(node=2, gpu=2), sw.Zero(2, over=("gpu",))
-    plan = sw.plan(Deep(), X, 4, mesh=mesh, mode="data_parallel", zero=zero, bucket_bytes=4 * LAYER_BYTES)
+    plan = sw.plan(deep(), X, 4, mesh=mesh, mode="data_parallel", zero=zero, bucket_bytes=4 * LAYER_BYTES)
     own = [entry for entry in plan.conversions if entry.value.startswith("layers.")]
     assert all(entry.overlaps and len(entry.backward) == 2 for entry in own)
     assert {entry.bucket for entry in own} == {1, 2}
@@ -61,7 +55,7 @@ def test_gradients_that_take_two_messages_share_both():
 
 
 def test_buckets_are_filled_from_the_end_and_hold_no_more_than_they_may():
-    plan = sw.plan(Deep(), X, 4, bucket_bytes=3 * LAYER_BYTES, search="sharding_propagation")
+    plan = sw.plan(deep(), X, 4, bucket_bytes=3 * LAYER_BYTES, search="sharding_propagation")
     assert gradient_messages(plan) == [3 * LAYER_BYTES, 3 * LAYER_BYTES, 2 * LAYER_BYTES]  # in the order of sending
     first = [entry.value for entry in plan.conversions if entry.bucket == 3]
     assert sorted(first) == sorted(f"layers.{i}.{name}" for i in (5, 6, 7) for name in ("weight", "bias"))
@@ -139,8 +133,7 @@ def test_other_dtypes_and_other_axes_travel_in_other_messages():
         if entry.bucket:
             buckets.setdefault(entry.bucket, set()).add(entry.value)
     assert list(map(sorted, buckets.values())) == [["down.weight", "up.weight"]]  # scale over dp and tp, shift over dp
-    report = sw.verify(Mixed(), torch.randn(8, 16), plan)
-    assert report.ok, str(report)
+    prove(Mixed(), torch.randn(8, 16), plan)
 
 
 def test_keys_and_values_of_split_queries_travel_together():
@@ -161,17 +154,15 @@ def test_keys_and_values_of_split_queries_travel_together():
     assert shared != {0}
     reduced = [entry.num_bytes for entry in plan.collectives(backward=True)]
     assert 2 * (2 * 8 * 16 * 4) in reduced  # the gradients of keys and values, in one message
-    report = sw.verify(Attention(), x, plan)
-    assert report.ok, str(report)
+    prove(Attention(), x, plan)
 
 
 def test_a_plan_with_buckets_is_that_of_one_device_and_its_record_is_its_list():
     for bucket_bytes in (0, 2 * LAYER_BYTES, 2**30):
         plan = sw.plan(
-            Deep(), X, 4, mesh=sw.Mesh(dp=2, tp=2), strategies={"layers.0": "n@tp"}, bucket_bytes=bucket_bytes
+            deep(), X, 4, mesh=sw.Mesh(dp=2, tp=2), strategies={"layers.0": "n@tp"}, bucket_bytes=bucket_bytes
         )
-        report = sw.verify(Deep(), X, plan)
-        assert report.ok, str(report)
+        report = prove(deep(), X, plan)
         assert report.matches_plan
         loaded = sw.Plan.from_json(plan.to_json())
         assert loaded.bucket_bytes == bucket_bytes
@@ -181,7 +172,7 @@ def test_a_plan_with_buckets_is_that_of_one_device_and_its_record_is_its_list():
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "25MB"])
 def test_a_wrong_bucket_size_is_refused(wrong):
     with raises(sw.ShardwiseError, "bucket_bytes"):
-        sw.plan(Deep(), X, 4, bucket_bytes=wrong, search="sharding_propagation")
+        sw.plan(deep(), X, 4, bucket_bytes=wrong, search="sharding_propagation")
 
 
 def test_a_conversion_by_itself_is_no_bucket():
@@ -199,7 +190,7 @@ def test_a_conversion_by_itself_is_no_bucket():
 
 def test_a_gradient_larger_than_a_bucket_leaves_early_too():
     """It shares its message with nobody, and is sent while backward goes on all the same."""
-    captured = capture(Deep(), (X,))
+    captured = capture(deep(), (X,))
     factored, choice = decide(captured.graph, (), sw.Mesh(dp=4), "data_parallel")
     spmd = build_spmd(captured.graph, factored.rules, choice, sw.Mesh(dp=4), bucket_bytes=1000)
     alone = [step for step in spmd.steps if isinstance(step, Bucket) and len(step.conversions) == 1]

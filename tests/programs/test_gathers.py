@@ -80,6 +80,7 @@ def sent(collectives: tuple[Collective, ...]) -> Counter[tuple[str, tuple[str, .
 
 
 @pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.sampled(1)
 def test_every_gather_is_sent_once_more_and_what_was_sent_is_kept(gated: bool) -> None:
     model = Model(gated=gated)
     plans = {how: planned(model, how) for how in ("none", "gathers", "cheap", "cheap+gathers")}
@@ -129,6 +130,7 @@ def test_a_message_travels_beside_the_backward_ahead_of_its_operator() -> None:
     ],
     ids=["zero 1", "zero 2, bf16", "zero 3", "offload", "stages", "zero bubble"],
 )
+@pytest.mark.sampled(2)
 def test_beside_every_other_lever(how: str, choices: dict[str, Any]) -> None:
     model = Model(layers=choices.get("stages", 2))
     choices = {"cluster": 4, "mesh": sw.Mesh(dp=2, tp=2), **choices}

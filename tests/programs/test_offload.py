@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,10 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from proving import prove
 from raising import raises
+from search.small_models import Stack
 from shardwise.api import step_memory
 from shardwise.plans.bind import program_of as bound
-from shardwise.plans.file import plan_digest
 from shardwise.plans.micro_batch_search import Example, planned_graph
 from shardwise.programs.activation_offload import offloaded_operators
 from shardwise.programs.differentiate import differentiate
@@ -41,15 +41,8 @@ class Block(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norm(turned)))), 0.1, self.training)
 
 
-class Stack(nn.Module):
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(32) for _ in range(depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+def stack(depth: int = 3) -> Stack:
+    return Stack(*(Block(32) for _ in range(depth)))
 
 
 def cluster() -> sw.Cluster:
@@ -70,7 +63,7 @@ def program_of(plan: sw.Plan, module: nn.Module, x: torch.Tensor) -> RankProgram
 
 
 def marked(mark: Callable[[Stack], object]) -> Stack:
-    module = Stack().double()
+    module = stack().double()
     mark(module)
     return module
 
@@ -87,18 +80,18 @@ def marked(mark: Callable[[Stack], object]) -> Stack:
     ],
     ids=["one", "all", "blocks", "with full", "with cheap and zero", "inside recomputed"],
 )
+@pytest.mark.sampled(2)
 def test_what_waits_on_the_host_is_equal_to_one_device(mark: Callable[[Stack], object], settings: Any) -> None:
     module, x = marked(mark), batch()
     plan = planned(module, x, **settings)
     assert any(op.offloaded for op in plan.operators)
     assert "on the host until backward" in str(plan)
-    report = sw.verify(module, (x,), plan)
-    assert report.ok, str(report)
+    prove(module, (x,), plan)
     assert sw.Plan.from_json(plan.to_json()).digest == plan.digest
 
 
 def test_the_device_holds_less_and_the_host_what_is_missing() -> None:
-    module, x = Stack(6).double(), batch()
+    module, x = stack(6).double(), batch()
     kept, moved = (
         sw.plan(module, (x,), cluster(), mesh=MESH, search="dynamic_programming", recompute=None, offload=offload)
         for offload in ("none", "all")
@@ -113,7 +106,7 @@ def test_the_device_holds_less_and_the_host_what_is_missing() -> None:
 
 def test_a_program_moves_what_its_plan_says() -> None:
     """Also where backward reads a view of what an operator made: its kernel's memory is what waits."""
-    module, x = Stack(), batch()
+    module, x = stack(), batch()
     plan = planned(module.double(), x, offload="all")
     said = {op.name for op in plan.operators if op.offloaded}
     assert said == offloaded_operators(program_of(plan, module, x))
@@ -121,14 +114,14 @@ def test_a_program_moves_what_its_plan_says() -> None:
 
 
 def test_where_the_host_is_the_device_offloading_is_announced_and_counted() -> None:
-    module, x = Stack().double(), batch()
+    module, x = stack().double(), batch()
     with pytest.warns(sw.errors.PlanWarning, match="shares its memory with the host"):
         moved = sw.plan(module, (x,), 2, mesh=MESH, mode="data_parallel", recompute=None, offload="all")
     assert step_memory(module, (x,), moved).host_bytes == 0
 
 
 def test_copies_are_few_at_a_time_and_none_is_read_before_it_has_landed() -> None:
-    module, x = Stack().double(), batch()
+    module, x = stack().double(), batch()
     program = program_of(planned(module, x, offload="all"), module, x)
     for part in (program.forward, program.backward):
         on_their_way, most = 0, 0
@@ -150,7 +143,7 @@ def test_copies_are_few_at_a_time_and_none_is_read_before_it_has_landed() -> Non
 
 
 def test_a_copy_takes_its_time_in_the_simulation() -> None:
-    module, x = Stack().double(), batch()
+    module, x = stack().double(), batch()
 
     def seconds(host_bandwidth: float) -> float:
         device = replace(cluster().device, host_bandwidth=host_bandwidth)
@@ -167,7 +160,7 @@ def test_a_copy_takes_its_time_in_the_simulation() -> None:
 
 
 def test_where_nothing_fits_values_may_wait_on_the_host() -> None:
-    module, x = Stack(6).double(), batch()
+    module, x = stack(6).double(), batch()
 
     def plan(limit: float | None, **settings: Any) -> sw.Plan:
         return sw.plan(module, (x,), cluster(), mesh=MESH, search="dynamic_programming", memory_bytes=limit, **settings)
@@ -184,15 +177,3 @@ def test_where_nothing_fits_values_may_wait_on_the_host() -> None:
         sw.plan(sw.offload(nn.Linear(4, 4)), (torch.ones(4, 4),), cluster(), mode="data_parallel")
     with raises(sw.ShardwiseError, "offload", "Tensor"):
         sw.offload(torch.zeros(3))  # type: ignore[type-var]
-
-
-def test_a_file_from_before_says_that_nothing_waits_on_the_host() -> None:
-    module, x = Stack(1).double(), batch()
-    plan = planned(module, x, recompute="full")
-    data = json.loads(plan.to_json())
-    for stage in data["stages"]:
-        for entry in stage["operators"].values():
-            assert entry.pop("offloaded") is False
-    body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
-    read = sw.Plan.from_json(json.dumps({**data, "version": 6, "digest": plan_digest(body)}))
-    assert read.stages == plan.stages

@@ -14,6 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from programs.without_reductions import without_reductions
+from proving import prove
 from raising import raises
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError
@@ -91,14 +92,14 @@ def sent(parts: GradAccumProgram) -> dict[str, Counter[str]]:
         (3, set(), {"all_gather", "reduce_scatter"}, set()),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_step_sends_once_what_its_passes_can_add_up(zero, ahead, backward, behind, precision):
     plan = planned(zero=zero, precision=precision, bucket_bytes=0)
     found = sent(parts_of(plan))
     assert (found["ahead"].keys(), found["backward"].keys(), found["behind"].keys()) == (ahead, backward, behind)
     once = {entry.name for entry in plan.parameters if entry.once}
     assert once == ({entry.name for entry in plan.parameters} if zero in (None, 1) else set())
-    report = sw.verify(net(), inputs(), plan)
-    assert report.ok, str(report)
+    prove(net(), inputs(), plan)
 
 
 def test_what_is_reduced_once_in_two_messages_is_reduced_in_the_dtype_that_is_wanted():
@@ -109,8 +110,7 @@ def test_what_is_reduced_once_in_two_messages_is_reduced_in_the_dtype_that_is_wa
     assert found["behind"].keys() == {"reduce_scatter", "all_reduce"}
     assert found["behind"]["reduce_scatter"] == found["behind"]["all_reduce"] > 1
     assert not found["backward"].keys()
-    report = sw.verify(net(), inputs(), plan)
-    assert report.ok, str(report)
+    prove(net(), inputs(), plan)
 
 
 def test_sums_are_in_the_dtype_that_is_stored_and_cast_for_the_reduction_once():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from proving import prove
 from raising import raises
 from shardwise.errors import PlanError, ShardwiseError
 
@@ -200,7 +201,7 @@ def made(name: str) -> tuple[nn.Module, tuple[Tensor, ...], list[str]]:
 @pytest.mark.filterwarnings("ignore:running statistics", "ignore:a batch of 1")
 @pytest.mark.parametrize("micro_batch", [2, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_terms_per_micro_batch_are_proven_beside_one_device(name: str, micro_batch: int) -> None:
     module, inputs, terms = made(name)
     if (name, micro_batch) == ("all of the loss", 1):
@@ -208,11 +209,9 @@ def test_terms_per_micro_batch_are_proven_beside_one_device(name: str, micro_bat
     plan = sw.plan(
         module, inputs, 2, mode="data_parallel", micro_batch=micro_batch, per_micro_batch=terms, optimizer="sgd"
     ).plan
-    report = sw.verify(module, inputs, plan)
-    assert report.ok, str(report)
+    prove(module, inputs, plan)
     assert plan.per_micro_batch == tuple(terms)
-    report = sw.verify(module, tuple(x[:7] for x in inputs), plan)
-    assert report.ok, str(report)
+    prove(module, tuple(x[:7] for x in inputs), plan)
 
 
 SUGGESTED = {
@@ -244,8 +243,7 @@ def test_the_refusal_names_operators_where_the_module_returns_no_term() -> None:
         sw.plan(module, TOKENS, 2, mode="data_parallel", micro_batch=2)
     names = caught.value.fix.partition("per_micro_batch=[")[2].partition("]")[0].replace('"', "").split(", ")
     plan = sw.plan(module, TOKENS, 2, mode="data_parallel", micro_batch=2, per_micro_batch=names)
-    report = sw.verify(module, TOKENS, plan)
-    assert report.ok, str(report)
+    prove(module, TOKENS, plan)
     assert names == ["layers.*.router/mul_1"]
 
 
@@ -332,8 +330,7 @@ def test_a_plan_says_what_is_taken_per_micro_batch_and_so_does_its_file() -> Non
     assert line.endswith(": balance")
     loaded = sw.Plan.from_json(plan.to_json())
     assert (loaded, loaded.per_micro_batch, loaded.digest) == (plan, ("balance",), plan.digest)
-    report = sw.verify(module, inputs, loaded)
-    assert report.ok, str(report)
+    report = prove(module, inputs, loaded)
     assert any("balance" in note for note in report.notes), str(report)
     whole = sw.plan(module, inputs, 2, mode="data_parallel", per_micro_batch=terms).plan
     assert whole.terms == () and '"per_micro_batch"' not in whole.to_json()  # noqa: PT018

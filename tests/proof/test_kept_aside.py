@@ -127,6 +127,7 @@ IDS = [f"{name}, {'dp' if splits_batch else 'tp'}" for name, splits_batch in CAS
 
 
 @pytest.mark.parametrize(("name", "splits_batch"), CASES, ids=IDS)
+@pytest.mark.sampled(2)
 def test_a_right_plan_is_equal(name: str, splits_batch: bool) -> None:
     made = case(name, splits_batch)
     report = made.verified()
@@ -247,6 +248,7 @@ KINDS = {"messages": of_messages, "kernels": of_kernels, "parameters": of_parame
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(4)
 def test_some_mistakes_of_every_kind_are_found(name: str, kind: str) -> None:
     made = case(name, splits_batch=([*MODELS].index(name) + [*KINDS].index(kind)) % 2 == 0)
     mistakes = list(KINDS[kind](made.plan))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from museum.faults import exchange
+from proving import prove
 from shardwise.programs import lower
 from shardwise.proof import rounding, verify
 from shardwise.rules.lowerings import scans
@@ -83,8 +84,7 @@ def test_a_right_plan_is_equal_where_plain_comparison_sees_a_difference(seed: in
 def test_so_it_is_under_tensor_parallelism(seed: int) -> None:
     torch.manual_seed(seed)
     module, batch = ConvNorm(), images()
-    report = sw.verify(module, batch, sw.plan(module, batch, 2, mesh=TENSOR, strategies={"linear": "n@tp"}))
-    assert report.ok, str(report)
+    report = prove(module, batch, sw.plan(module, batch, 2, mesh=TENSOR, strategies={"linear": "n@tp"}))
     assert report.forward
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from proving import prove
 from raising import raises
 
 WIDTH, SAMPLES = 8, 4
@@ -115,13 +116,13 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.filterwarnings("ignore::shardwise.errors.UnsplitWarning")
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sampled(6)
 def test_tensors_that_a_model_makes_are_verified_in_float64(part: int) -> None:
     constructs = [*CONSTRUCTS.values()][part::PARTS]
     model = Model(lambda m, h, ids: torch.stack([one(m, h, ids).square().mean() for one in constructs]))
     batch = inputs()
     plan = sw.plan(model, batch, 2, mesh=sw.Mesh(dp=2), search="sharding_propagation", optimizer="sgd")
-    report = sw.verify(model, batch, plan, steps=2)
-    assert report.ok, report
+    report = prove(model, batch, plan, steps=2)
     assert report.rounding is None, report
     assert torch.get_default_dtype() is torch.float32
     assert "__new__" not in vars(torch.Tensor)
@@ -146,8 +147,7 @@ class Recurrent(nn.Module):
 )
 def test_first_states_of_recurrent_layers_are_verified(kind: type[nn.RNNBase], states: int, options: dict) -> None:
     model, batch = Recurrent(kind, states), (torch.randn(4, 5, WIDTH), torch.randn(4, 2))
-    report = sw.verify(model, batch, sw.plan(model, batch, 2, mode="data_parallel", **options))
-    assert report.ok, report
+    prove(model, batch, sw.plan(model, batch, 2, mode="data_parallel", **options))
 
 
 class Staged(nn.Module):
@@ -164,8 +164,7 @@ class Staged(nn.Module):
 
 def test_stages_make_their_tensors_in_float64() -> None:
     model, batch = Staged(), inputs()
-    report = sw.verify(model, batch, sw.plan(model, batch, 2, stages=2, micro_batch=2))
-    assert report.ok, report
+    prove(model, batch, sw.plan(model, batch, 2, stages=2, micro_batch=2))
 
 
 def test_a_loss_that_holds_a_tensor_is_verified_in_float64() -> None:
@@ -183,8 +182,7 @@ def test_the_models_own_default_dtype_decides_how_numbers_are_rounded() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         model, batch = Model(CONSTRUCTS["tensor"]), (torch.randn(SAMPLES, WIDTH), inputs()[1])
-        report = sw.verify(model, batch, sw.plan(model, batch, 2, mode="data_parallel"))
-        assert report.ok, report
+        prove(model, batch, sw.plan(model, batch, 2, mode="data_parallel"))
         assert torch.get_default_dtype() is torch.bfloat16
     finally:
         torch.set_default_dtype(torch.float32)
@@ -204,8 +202,7 @@ class Cast(nn.Module):
 
 def test_a_plan_with_a_precision_is_compared_in_float64_and_in_its_own_dtypes() -> None:
     model, batch = Cast(), inputs()
-    report = sw.verify(model, batch, sw.plan(model, batch, 2, precision=sw.Precision(torch.bfloat16)))
-    assert report.ok, report
+    report = prove(model, batch, sw.plan(model, batch, 2, precision=sw.Precision(torch.bfloat16)))
     assert report.in_dtypes is not None
     assert report.in_dtypes.judged
     assert report.max_error < 1e-12
@@ -254,10 +251,10 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.sampled(3)
 def test_draws_require_gradients_as_in_the_model(name: str) -> None:
     model, x = Branching(DRAWS[name], lambda drawn: drawn.requires_grad), torch.randn(SAMPLES, WIDTH)
-    report = sw.verify(model, x, sw.plan(model, x, 2, mode="data_parallel"), steps=1)
-    assert report.ok, report
+    prove(model, x, sw.plan(model, x, 2, mode="data_parallel"), steps=1)
 
 
 def test_another_branch_than_when_captured_is_an_error_that_says_so() -> None:

@@ -14,7 +14,6 @@ from shardwise.proof.rule_check import RuleReport, check_rule
 REMAINING = {
     "aten.embedding.default['[5, 3]', '[4]', -1, True]": "its gradient is divided by how often an index occurs",
     "aten.scatter_reduce.two": "by amax and amin the updates combine by maximum and minimum: gradient-free calls only",
-    "aten.type_as.default": "of its second operand only the type is used: it is split like the first, or not at all",
 }
 
 

@@ -52,8 +52,7 @@ def fault(sample: Sample) -> str:
     operands = tuple(tensor.detach() for tensor in _tensors((list(sample.args), sample.kwargs)))
     model = Called(sample)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             report = sw.verify(model, operands, sw.plan(model, operands, NUM_DEVICES))
     except Exception as error:
         return f"{type(error).__name__}: {error}"

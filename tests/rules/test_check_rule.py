@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from proving import prove
 from raising import raises
 from rules.checking import REMAINING, check, faults
 from rules.samples import SAMPLES
@@ -166,8 +167,7 @@ def test_a_custom_operator_with_a_rule_is_split_like_any_other() -> None:
     with sw.rule(scale, text, **keywords), sw.rule(total, "m n -> m", reduction={"n": "sum"}):
         plan = sw.plan(Model(), x, 4, mesh=mesh, strategies={"up": "n@tp"})
         assert (plan.strategies["/scale"], plan.strategies["/total"]) == ("m@dp n@tp", "m@dp n@tp")
-        report = sw.verify(Model(), x, plan)
-        assert report.ok, str(report)
+        prove(Model(), x, plan)
 
 
 def test_a_rule_may_be_a_function_with_a_lowering() -> None:
@@ -209,8 +209,7 @@ def test_numbers_that_are_equal_but_of_other_types_are_lowered_apart() -> None:
     with sw.rule(shifted_total, "m n -> n", lowered=("m",), lowering=lowered):
         plan = sw.plan(Totals(), x, 2, mode="data_parallel")
         assert set(plan.strategies.values()) == {"m@dp"}
-        report = sw.verify(Totals(), x, plan)
-        assert report.ok, str(report)
+        prove(Totals(), x, plan)
 
 
 def test_a_lowering_is_split_by_the_rules_that_there_are_when_it_is_used() -> None:

@@ -20,7 +20,7 @@ from shardwise.graph.simplify import SIMPLIFICATIONS
 
 # Operand that carries a gradient and gets none, result by result.
 SILENT = {
-    "aten.to.other": "capture makes it a cast that has no second operand",
+    "shardwise.ring_gradients.default": "the log-sum-exp, which ``ring_step`` computes without gradients",
     "aten.hinge_embedding_loss.default": "signs, which a model does not learn",
     "aten.cosine_embedding_loss.default": "signs, which a model does not learn",
     "shardwise.label_terms.default": "class probabilities of labels",
@@ -68,7 +68,7 @@ def gradients(result: Tensor, wanted: Sequence[Tensor]) -> tuple[Tensor | None, 
 
 
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_every_operand_that_carries_a_gradient_gets_one_from_every_result(part: int) -> None:
     wrong: dict[str, str] = {}
     for sample in SAMPLES[part::4]:

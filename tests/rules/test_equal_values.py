@@ -58,7 +58,7 @@ VALUES = {
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(16)
 def test_of_equal_values_the_same_ones_are_taken(choice: str, values: str) -> None:
     program = program_of(lambda a: CHOICES[choice](a), (leaf(VALUES[values].tolist()),))
     if choice in ("amax", "aminmax") and values == "nan":

@@ -21,7 +21,6 @@ CALLS = [
         (4, 5, 3),
     ),
     (local_kernels.GATHER_ROWS, (torch.zeros(2, 3), 0, torch.zeros(1, 3, dtype=torch.int64), [4], [2], [2]), (1, 3)),
-    (local_kernels.TAKE_ROWS, (torch.zeros(2, 1), 0, torch.zeros(1, 3, dtype=torch.int64), [4], [2], [2]), (1, 3)),
     (local_kernels.INDEX_SELECT_ROWS, (torch.zeros(2, 3), 0, torch.zeros(5, dtype=torch.int64), [4], [2], [2]), (5, 3)),
     (
         local_kernels.INDEX_ROWS,
@@ -120,10 +119,3 @@ def test_an_index_out_of_range_fails_on_every_part_as_on_one_device(lookup: Call
     atoms = ([2, 3], [0, 1], [2, 2])  # rows 1, 2, 4 and 5
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         lookup(rows[[1, 2, 4, 5]], index, atoms)
-
-
-@pytest.mark.parametrize("index", [5, 6, 13, -1, -6, -7])
-def test_take_along_dim_counts_around_as_torch_does(index: int) -> None:
-    rows, indices = torch.arange(12.0).reshape(6, 2), torch.tensor([[index]])
-    parts = [local_kernels.TAKE_ROWS(rows[at : at + 3], 0, indices, [6], [at], [3]) for at in (0, 3)]
-    assert torch.equal(sum(parts), torch.take_along_dim(rows, indices, 0))

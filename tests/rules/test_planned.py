@@ -24,8 +24,7 @@ def kept(sample: Sample) -> Saved:
 
 
 def test_what_autograd_keeps_is_known_for_every_sample() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         assert len([kept(sample) for sample in SAMPLES if not sample.unspecified]) > 800
 
 

@@ -26,7 +26,7 @@ def _reshape(draw: st.DrawFn) -> Sample:
     while left > 1 and len(after) < 4:
         after.append(draw(st.sampled_from([d for d in range(1, left + 1) if left % d == 0])))
         left //= after[-1]
-    return call(aten.view.default, x(*before), [*after, left])
+    return call(aten.reshape.default, x(*before), [*after, left])
 
 
 def _slice(draw: st.DrawFn) -> Sample:

@@ -87,21 +87,3 @@ def restore(module: nn.Module, saved: dict[str, torch.Tensor]) -> None:
     for name, p in module.named_parameters():
         if name in saved:
             p.grad = saved[name].clone()
-
-
-def refusal(action: Callable[[], Any]) -> str:
-    """The message with which something is refused; "accepted" if it is not."""
-    try:
-        action()
-    except (sw.ShardwiseError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
-
-
-def message(action: Callable[[], Any]) -> str:
-    """What an error of ours says; "" where there is none."""
-    try:
-        action()
-    except sw.ShardwiseError as error:
-        return str(error)
-    return ""

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
-from launch.gloo_ranks import wait_for_all_ranks
-from shardwise.errors import LaunchError, ShardwiseError
+from launch.gloo_ranks import RunRanks, wait_for_all_ranks
+from raising import refusal
 from shardwise.graph.custom_operators import splitmix64
 from shardwise.graph.normalize_random import SEED
 from shardwise.planning import execute
@@ -67,20 +67,11 @@ def with_timeout(seconds: float, store: str) -> None:
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size, timeout=timeout)
 
 
-def said(action: Callable[[], Any], kind: type[Exception] = ShardwiseError) -> str:
-    try:
-        action()
-    except kind as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def trained(settings: dict[str, Any], calls: list[tuple[int, ...]]) -> tuple[float, list[str]]:
     """Steps over batches whose parts have these sizes: the largest error of losses, parameters and buffers."""
     alone, net, plan = make(**settings)
     worst = 0.0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         par = sw.parallelize(net, plan, loss=nn.functional.cross_entropy, inputs="local")
         optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (alone, par)]
         for parts in calls:
@@ -111,8 +102,8 @@ def parts_of_different_sizes() -> list[tuple[float, list[str]]]:
     ]
 
 
-def test_parts_of_a_batch_may_have_any_sizes(run_ranks: Callable[..., Any]) -> None:
-    everywhere = run_ranks(parts_of_different_sizes, 4, time_limit_seconds=240)
+def test_parts_of_a_batch_may_have_any_sizes(run_ranks: RunRanks) -> None:
+    everywhere = run_ranks(parts_of_different_sizes, 4)
     for outcomes in everywhere:
         for worst, _ in outcomes:
             assert worst < ROUNDING
@@ -136,27 +127,27 @@ def parts_that_make_no_batch() -> list[str]:
     _, net, _ = make(**DATA_PARALLEL)
     whole = sw.plan(net, batch_of(8), 4, loss=nn.functional.cross_entropy, mode="stand_alone")
     split = {"loss": nn.functional.cross_entropy, "inputs": "local"}
-    messages = [said(lambda: sw.parallelize(net, whole, **split))]
+    messages = [refusal(lambda: sw.parallelize(net, whole, **split))]
     _, other, two_axes = make(**TWO_AXES)
     par = sw.parallelize(other, two_axes, **split)
     x, y = batch_of(8)
     rows = slice(2 * rank, 2 * rank + 2)
-    messages.append(said(lambda: par.step(x[rows], y[rows])))  # tp ranks must pass the same rows
-    messages.append(said(lambda: par.step(x[: 2 + rank % 2], y[: 2 + rank % 2])))
+    messages.append(refusal(lambda: par.step(x[rows], y[rows])))  # tp ranks must pass the same rows
+    messages.append(refusal(lambda: par.step(x[: 2 + rank % 2], y[: 2 + rank % 2])))
     torch.manual_seed(0)
     model, ids, mask = Attention().double(), torch.randint(0, 12, (8, 6)), torch.ones(6, 6).tril().double()
     by_rows = {"mesh": sw.Mesh(dp=2, cp=2), "layouts": {"args[0]": "[8@dp, 6@cp]"}}
     par = sw.parallelize(model, sw.plan(model, (ids, mask), 4, **by_rows), inputs="local")
-    messages.append(said(lambda: par.step(ids[:4], mask)))  # all columns, of which the plan gives it the half
+    messages.append(refusal(lambda: par.step(ids[:4], mask)))  # all columns, of which the plan gives it the half
     par = sw.parallelize(model, sw.plan(model, (ids, mask), 4, mode="data_parallel"), inputs="local")
-    messages.append(said(lambda: par.step(ids[rows], mask * (1 + rank))))  # the mask is whole: it must be the same
-    messages.append(said(lambda: par.step(ids[rows], mask) and None))
-    messages.append(said(lambda: par.step(ids[rows].int() if rank == 2 else ids[rows], mask)))
+    messages.append(refusal(lambda: par.step(ids[rows], mask * (1 + rank))))  # the mask is whole: it must be the same
+    messages.append(refusal(lambda: par.step(ids[rows], mask) and None))
+    messages.append(refusal(lambda: par.step(ids[rows].int() if rank == 2 else ids[rows], mask)))
     return messages
 
 
-def test_parts_that_make_no_batch_are_named_on_all_ranks(run_ranks: Callable[..., Any]) -> None:
-    outcomes = run_ranks(parts_that_make_no_batch, 4, time_limit_seconds=240)
+def test_parts_that_make_no_batch_are_named_on_all_ranks(run_ranks: RunRanks) -> None:
+    outcomes = run_ranks(parts_that_make_no_batch, 4)
     for messages in outcomes:
         assert messages == outcomes[0]
     whole, same_rows, sizes, columns, mask, good, dtype = outcomes[0]
@@ -165,7 +156,7 @@ def test_parts_that_make_no_batch_are_named_on_all_ranks(run_ranks: Callable[...
     assert re.search(r"args\[0\] .*2 and 3 elements|ranks 0 and 1 pass different args\[0\]", sizes)
     assert "every rank passes 6 elements of dim 1 of args[0], the size of the whole dim" in columns
     assert "different args[1]" in mask
-    assert good == "nothing"
+    assert good == "accepted"
     assert "args[0] is i64[2, 6] on rank 0 and i32[2, 6] on rank 2" in dtype
 
 
@@ -177,7 +168,7 @@ def calls_that_differ() -> list[tuple[str, float]]:
 
     def timed(action: Callable[[], Any]) -> tuple[str, float]:
         start = time.monotonic()
-        return said(action), time.monotonic() - start
+        return refusal(action), time.monotonic() - start
 
     cut = slice(0, 6) if rank == 2 else slice(0, 8)
     outcomes = [timed(lambda: par.step(x[cut], y[cut]))]
@@ -190,8 +181,8 @@ def calls_that_differ() -> list[tuple[str, float]]:
     return outcomes
 
 
-def test_ranks_that_make_different_calls_are_named_on_all(run_ranks: Callable[..., Any]) -> None:
-    outcomes = run_ranks(calls_that_differ, 4, time_limit_seconds=240)
+def test_ranks_that_make_different_calls_are_named_on_all(run_ranks: RunRanks) -> None:
+    outcomes = run_ranks(calls_that_differ, 4)
     for own in outcomes:
         shape, kind, mode, dtype = (message for message, _ in own)
         assert "args[0] is f64[8, 6] on rank 0 and f64[6, 6] on rank 2" in shape
@@ -204,20 +195,20 @@ def wrong_dtypes() -> list[str]:
     alone, net, plan = make(**TWO_AXES)
     par = sw.parallelize(net, plan, loss=nn.functional.cross_entropy)
     x, y = batch_of(8)
-    messages = [said(lambda: par.step(x.float(), y)), said(lambda: par.step(x, y.to(torch.int32)))]
-    messages.append(said(lambda: par.step(x.to("meta"), y.to("meta"))))
-    messages.append(said(lambda: par.step(x.to_sparse(), y)))
+    messages = [refusal(lambda: par.step(x.float(), y)), refusal(lambda: par.step(x, y.to(torch.int32)))]
+    messages.append(refusal(lambda: par.step(x.to("meta"), y.to("meta"))))
+    messages.append(refusal(lambda: par.step(x.to_sparse(), y)))
     for module in (alone, par):  # as optimizers of other libraries do
         module.down.bias.data = module.down.bias.data.float()
-        messages.append(said(lambda module=module: module(*((x, y) if module is par else (x,))), RuntimeError))
+        messages.append(refusal(lambda module=module: module(*((x, y) if module is par else (x,)))))
         module.down.bias.data = module.down.bias.data.double()
     loss = par.step(x, y)
     messages.append(f"{float((loss - nn.functional.cross_entropy(alone(x), y)).abs()) < ROUNDING}")
     return messages
 
 
-def test_tensors_of_a_wrong_dtype_are_errors_on_every_rank_and_no_time_out(run_ranks: Callable[..., Any]) -> None:
-    for x, y, meta, sparse, eager, own, afterwards in run_ranks(wrong_dtypes, 4, time_limit_seconds=240):
+def test_tensors_of_a_wrong_dtype_are_errors_on_every_rank_and_no_time_out(run_ranks: RunRanks) -> None:
+    for x, y, meta, sparse, eager, own, afterwards in run_ranks(wrong_dtypes, 4):
         assert "input args[0] has dtype f32; the plan was made for f64" in x
         assert "input args[1] has dtype i32; the plan was made for i64" in y
         assert "args[0], args[1] are on meta, without data" in meta
@@ -234,18 +225,18 @@ def a_call_that_fails_on_one_rank(store: str) -> list[str]:
     par = sw.parallelize(net, plan, loss=nn.functional.cross_entropy)
     x, y = batch_of(8)
     wrong = x.to("meta")
-    messages = [said(lambda: par.step(wrong, y)), said(lambda: par.step(wrong, y))]  # alike on all: they go on
+    messages = [refusal(lambda: par.step(wrong, y)), refusal(lambda: par.step(wrong, y))]  # alike on all: they go on
     messages.append(str(float((par.step(x, y) - nn.functional.cross_entropy(alone(x), y)).abs()) < ROUNDING))
-    messages.append(said(lambda: par.step(wrong if dist.get_rank() == 2 else x, y)))
-    messages.append(said(lambda: par.step(2 * x, y)))  # of rank 2 alone: the others are in the last call
+    messages.append(refusal(lambda: par.step(wrong if dist.get_rank() == 2 else x, y)))
+    messages.append(refusal(lambda: par.step(2 * x, y)))  # of rank 2 alone: the others are in the last call
     wait_for_all_ranks()
     return messages
 
 
 def test_after_a_call_that_failed_on_one_rank_no_other_call_is_taken_for_it(
-    run_ranks: Callable[..., Any], tmp_path: Path
+    run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    outcomes = run_ranks(a_call_that_fails_on_one_rank, 4, str(tmp_path / "again"), time_limit_seconds=240)
+    outcomes = run_ranks(a_call_that_fails_on_one_rank, 4, str(tmp_path / "again"))
     for rank, (first, second, equal, failed, after) in enumerate(outcomes):
         assert "args[0] is on meta" in first
         assert "args[0] is on meta" in second
@@ -275,7 +266,7 @@ def calls_of_one_rank_alone(case: str) -> str:
     x = x.to("meta") if case == "device" and is_odd else x
     whole = case not in ("shape", "known shape") or not is_odd
     with torch.set_grad_enabled(not (case == "no_grad" and is_odd)):
-        message = said(lambda: par.step(x, y) if whole else par.step(x[cut], y[cut]), Exception)
+        message = refusal(lambda: par.step(x, y) if whole else par.step(x[cut], y[cut]), Exception)
     wait_for_all_ranks()
     return message
 
@@ -291,10 +282,9 @@ SAID_BY_OTHERS = {
 
 
 @pytest.mark.parametrize("case", [*SAID_BY_OTHERS, "device"])
-def test_a_rank_that_makes_another_call_is_named_on_all_before_time_is_up(
-    case: str, run_ranks: Callable[..., Any]
-) -> None:
-    outcomes = run_ranks(calls_of_one_rank_alone, 4, case, time_limit_seconds=240)
+@pytest.mark.sampled(4)
+def test_a_rank_that_makes_another_call_is_named_on_all_before_time_is_up(case: str, run_ranks: RunRanks) -> None:
+    outcomes = run_ranks(calls_of_one_rank_alone, 4, case)
     for rank, message in enumerate(outcomes):
         assert "timed out" not in message
         if case == "device":
@@ -322,12 +312,12 @@ def different_values() -> list[str]:
         if change == "seed":
             with sw.deferred(seed=rank // 2):
                 net = Net().double()
-        messages.append(said(lambda net=net, plan=plan: sw.parallelize(net, plan, loss=nn.functional.cross_entropy)))
+        messages.append(refusal(lambda net=net, plan=plan: sw.parallelize(net, plan, loss=nn.functional.cross_entropy)))
     return messages
 
 
-def test_ranks_that_start_from_different_values_are_named(run_ranks: Callable[..., Any]) -> None:
-    outcomes = run_ranks(different_values, 4, time_limit_seconds=240)
+def test_ranks_that_start_from_different_values_are_named(run_ranks: RunRanks) -> None:
+    outcomes = run_ranks(different_values, 4)
     for rank, (weight, buffer, shape, seed) in enumerate(outcomes):
         assert "up.weight of rank 1 differs from rank 0 (1 of 9 tensors)" in weight
         assert "norm.running_var of rank 1 differs from rank 0" in buffer
@@ -363,18 +353,18 @@ def replaced() -> tuple[float, list[str]]:
     messages = []
     for wrong in (nn.Parameter(torch.ones(12, 6).double()), nn.Parameter(par.up.weight.detach().float()), None):
         par.up.weight = wrong
-        messages.append(said(lambda: par.step(x, y)))
+        messages.append(refusal(lambda: par.step(x, y)))
     par.up.weight = nn.Parameter(torch.ones(6, 6).double())
     par.step(x, y)
-    messages.append(said(lambda: nn.parallel.DistributedDataParallel(nn.Sequential(par))))
-    messages.append(said(lambda: fully_shard(par)))
+    messages.append(refusal(lambda: nn.parallel.DistributedDataParallel(nn.Sequential(par))))
+    messages.append(refusal(lambda: fully_shard(par)))
     par.down = nn.Linear(12, 3).double()
-    messages.append(said(lambda: par.step(x, y)))
+    messages.append(refusal(lambda: par.step(x, y)))
     return max(errors), messages
 
 
-def test_replaced_tensors_are_taken_or_refused(run_ranks: Callable[..., Any]) -> None:
-    for worst, (shape, dtype, gone, *wrapped, module) in run_ranks(replaced, 4, time_limit_seconds=240):
+def test_replaced_tensors_are_taken_or_refused(run_ranks: RunRanks) -> None:
+    for worst, (shape, dtype, gone, *wrapped, module) in run_ranks(replaced, 4):
         assert worst < ROUNDING
         assert "up.weight was replaced by a parameter f64[12, 6] on cpu; this rank's part of it is" in shape
         assert "up.weight was replaced by a parameter f32[6, 6]" in dtype
@@ -418,8 +408,8 @@ def resumed() -> tuple[list[float], list[float], list[list[float]]]:
     return losses, again, rows
 
 
-def test_a_resumed_job_draws_the_numbers_that_it_would_have_drawn(run_ranks: Callable[..., Any]) -> None:
-    for losses, again, rows in run_ranks(resumed, 2, time_limit_seconds=240):
+def test_a_resumed_job_draws_the_numbers_that_it_would_have_drawn(run_ranks: RunRanks) -> None:
+    for losses, again, rows in run_ranks(resumed, 2):
         assert losses == again
         assert len(set(losses)) == 3
         assert len({loss for row in rows for loss in row}) == 9  # seed 1 does not begin with seed 0's second call
@@ -447,8 +437,8 @@ def predictions() -> list[float]:
     return errors
 
 
-def test_predict_gives_the_output_without_the_loss(run_ranks: Callable[..., Any]) -> None:
-    for errors in run_ranks(predictions, 4, time_limit_seconds=240):
+def test_predict_gives_the_output_without_the_loss(run_ranks: RunRanks) -> None:
+    for errors in run_ranks(predictions, 4):
         assert len(errors) == 3 * 2 * 4 + 6
         assert max(errors) < 100 * ROUNDING  # gradients of six passes, sums of up to 48 rows divided by deviations
 
@@ -477,8 +467,8 @@ def slow_planning(seconds: float, store: str) -> float:
     return float(par.step(*batch_of(8)))
 
 
-def test_planning_may_take_longer_than_a_collective(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
-    first, second = run_ranks(slow_planning, 2, 5.0, str(tmp_path / "again"), time_limit_seconds=240)
+def test_planning_may_take_longer_than_a_collective(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = run_ranks(slow_planning, 2, 5.0, str(tmp_path / "again"))
     assert first == second
 
 
@@ -488,9 +478,9 @@ def absent(store: str) -> str:
         time.sleep(6.0)
         return ""
     torch.manual_seed(0)
-    return said(lambda: sw.parallelize(Net().double(), None), LaunchError)
+    return refusal(lambda: sw.parallelize(Net().double(), None))
 
 
-def test_a_rank_0_that_does_not_come_is_named(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
-    outcome = run_ranks(absent, 2, str(tmp_path / "again"), time_limit_seconds=240)[1]
+def test_a_rank_0_that_does_not_come_is_named(run_ranks: RunRanks, tmp_path: Path) -> None:
+    outcome = run_ranks(absent, 2, str(tmp_path / "again"))[1]
     assert "rank 1 waits for rank 0 and its plan; rank 0 sent nothing for" in outcome

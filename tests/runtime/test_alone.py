@@ -63,6 +63,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.sampled(2)
 def test_a_rank_is_measured_alone(place: Path, name: str) -> None:
     module, inputs = built(place)
     plan = sw.plan(module, inputs, SETTINGS[name]["mesh"].num_devices, **SETTINGS[name])
@@ -90,6 +91,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize("schedule", STAGES)
+@pytest.mark.sampled(2)
 def test_the_stages_of_a_rank_are_measured_alone(place: Path, schedule: str) -> None:
     module, inputs = built(place)
     options = STAGES[schedule]

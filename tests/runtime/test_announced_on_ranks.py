@@ -1,5 +1,5 @@
-"""What ranks do not do is refused or announced on each of them: autocast, a precision that an older plan was priced
-for. Modules can be copied and stored at any time."""
+"""What ranks do not do is refused or announced on each of them: autocast. Modules can be copied and stored
+at any time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from runtime.edges import refusal
-
-RunRanks = Callable[..., list[Any]]
+from launch.gloo_ranks import RunRanks
+from raising import refusal
 
 
 class Net(nn.Module):
@@ -55,16 +54,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.linspace(-1, 1, 24).reshape(4, 6), torch.empty(4, 0)
 
 
-def priced(compute: str = "", reduce: str = "") -> sw.Plan:
-    """A plan as an older version wrote it: priced for dtypes that it does not execute."""
-    plan = sw.Plan.from_json(sw.plan(Net(), batch(), 2).to_json())
-    assert plan.pricing is not None
-    return replace(plan, pricing=replace(plan.pricing, compute=compute, reduce=reduce))
-
-
 def warned(call: Callable[[], Any]) -> tuple[Any, list[str]]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         result = call()
     return result, [str(w.message) for w in found if issubclass(w.category, sw.errors.PlanWarning)]
 
@@ -75,15 +66,13 @@ def autocast(call: Callable[[], Any]) -> str:
 
 
 def announced_on_ranks() -> dict[str, Any]:
-    plain, same = priced(), priced("f32")
-    par, messages = warned(lambda: sw.parallelize(Net(), priced("bf16", "f32")))
-    quiet = [warned(lambda plan=plan: sw.parallelize(Net(), plan))[1] for plan in (plain, same)]
+    plain = sw.plan(Net(), batch(), 2)
+    par, messages = warned(lambda: sw.parallelize(Net(), plain))
     alone = Net()
     alone(*batch()).backward()
     loss = par(*batch())
     found = {
-        "priced": messages,
-        "quiet": quiet,
+        "quiet": messages,
         "call": autocast(lambda: par(*batch())),
         "step": autocast(lambda: par.step(*batch())),
         "backward": autocast(loss.backward),
@@ -124,11 +113,8 @@ def _copies(alone: Net) -> tuple[str, str, str]:
 
 
 def test_autocast_and_precision_are_refused_or_announced_on_ranks(run_ranks: RunRanks) -> None:
-    for rank, found in enumerate(run_ranks(announced_on_ranks, 2, time_limit_seconds=240)):
-        assert len(found["priced"]) == (rank == 0)
-        assert found["quiet"] == [[], []]
-        if rank == 0:
-            assert "Precision(compute=bf16) by an older version, and is not executed so" in found["priced"][0]
+    for rank, found in enumerate(run_ranks(announced_on_ranks, 2)):
+        assert found["quiet"] == []
         for name in ("call", "step", "around everything"):
             assert 'torch.autocast("cpu") is active around a call of a parallel module' in found[name]
         assert "is active around the backward of a parallel module" in found["backward"]
@@ -137,14 +123,6 @@ def test_autocast_and_precision_are_refused_or_announced_on_ranks(run_ranks: Run
         assert found["gradients"]
         assert found["copies"][:2] == ("copied", "accepted")
         assert f"stored on rank {1 - rank} of 2 is loaded on rank {rank} of 2" in found["copies"][2]
-
-
-def test_a_plan_that_was_only_priced_for_another_precision_says_so() -> None:
-    printed = str(priced("bf16", "f16"))
-    assert "priced for Precision(compute=bf16, reduce=f16) by an older version, and is not executed so" in printed
-    assert "in the dtypes of the model (f32)" in printed
-    assert "not executed" not in str(priced("f32"))
-    assert "not executed" not in str(sw.plan(Net(), batch(), 2, precision=sw.Precision(compute=torch.bfloat16)))
 
 
 class Checkpointed(nn.Module):
@@ -176,8 +154,6 @@ def checkpointed_before_and_after_the_plan() -> list[tuple[list[str], bool]]:
 
 
 def test_checkpointing_that_is_asked_for_after_the_plan_is_announced(run_ranks: RunRanks) -> None:
-    for rank, ((said, again), (said_late, kept)) in enumerate(
-        run_ranks(checkpointed_before_and_after_the_plan, 2, time_limit_seconds=240)
-    ):
+    for rank, ((said, again), (said_late, kept)) in enumerate(run_ranks(checkpointed_before_and_after_the_plan, 2)):
         assert (said, again, kept) == ([], True, False)
         assert [("the plan keeps all of them" in one) for one in said_late] == [True] * (rank == 0)

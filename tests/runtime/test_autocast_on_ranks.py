@@ -12,8 +12,8 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 
-RunRanks = Callable[..., list[Any]]
 BF16, FP16 = torch.bfloat16, torch.float16
 STEPS = 3
 
@@ -92,13 +92,13 @@ def on_ranks(make: Callable[[], nn.Module], dtype: torch.dtype) -> dict[str, Any
 def test_one_rank_has_the_bits_of_eager_autocast_and_two_differ_by_rounding(
     make: Callable[[], nn.Module], dtype: torch.dtype, run_ranks: RunRanks
 ) -> None:
-    for found in run_ranks(on_ranks, 1, make, dtype, time_limit_seconds=240):
+    for found in run_ranks(on_ranks, 1, make, dtype):
         for name, (near, bits, whole, refused) in found.items():
             # A step of its own has no scaler: in float16 its small gradients round otherwise.
             assert bits or (dtype == FP16 and name == "data_parallel, True" and near < 1e-2), (name, near)
             assert whole > 20
             assert "around the backward" in refused
             assert "the plan was made for torch.autocast" in refused
-    for found in run_ranks(on_ranks, 2, make, dtype, time_limit_seconds=240):
+    for found in run_ranks(on_ranks, 2, make, dtype):
         for name, (near, *_) in found.items():
             assert near < 16 * torch.finfo(dtype).eps, (name, near)  # losses near 4: a few roundings of activations

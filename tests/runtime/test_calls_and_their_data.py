@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from shardwise.runtime.local_shards import shard
 
-RunRanks = Callable[..., list[Any]]
 RANKS = 2
 
 
@@ -82,7 +81,7 @@ def writing(whole: bool) -> None:
 
 
 def test_backward_reads_buffers_as_they_were_before_the_call_wrote_them(run_ranks: RunRanks) -> None:
-    run_ranks(both, RANKS, time_limit_seconds=300)
+    run_ranks(both, RANKS)
 
 
 def both() -> None:
@@ -129,7 +128,7 @@ def all_ways() -> None:
 
 
 def test_ranks_that_pass_different_batches_where_each_passes_all_of_it_are_named(run_ranks: RunRanks) -> None:
-    run_ranks(all_ways, RANKS, time_limit_seconds=300)
+    run_ranks(all_ways, RANKS)
 
 
 class Beside(nn.Module):
@@ -167,4 +166,4 @@ def outputs_under_stages() -> None:
 
 
 def test_outputs_beside_the_loss_are_whole_under_stages_wherever_they_are_made(run_ranks: RunRanks) -> None:
-    run_ranks(outputs_under_stages, 4, time_limit_seconds=400)
+    run_ranks(outputs_under_stages, 4)

@@ -115,8 +115,7 @@ def announced():
     net.up.register_forward_hook(lambda module, given, output: output * 2)
     net.down.register_full_backward_hook(lambda module, before, after: None)
     alone, plan = copy.deepcopy(net), plan_of(net, x)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         par = sw.parallelize(net, plan)
     difference = float((par(Batch(x)).loss - alone(Batch(x)).loss).abs())
     return difference, [str(w.message) for w in caught if issubclass(w.category, CaptureWarning)]

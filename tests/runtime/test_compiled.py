@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -19,9 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from runtime.interpreted import interpret_section
 from runtime.small_gpt import example_module
+from runtime.training import Trained, check_close, train
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.programs.compile_regions import SectionIndex, divide, kind_of
@@ -35,7 +37,6 @@ from shardwise.runtime.compiled import CompiledVariant, compiled_program, with_e
 from shardwise.runtime.emit import emit
 from shardwise.runtime.step import CallableStep
 
-RunRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
 IDS, LABELS = torch.randint(0, 50, (2, 4, 8), generator=torch.Generator().manual_seed(1))
 
@@ -146,6 +147,7 @@ def test_two_layers_are_not_divided_and_different_ones_are_not_mixed_up() -> Non
 
 
 @pytest.mark.parametrize("model", ["gpt", "masked"])
+@pytest.mark.sampled(1)
 def test_a_compiled_step_computes_what_the_program_computes(model: str) -> None:
     """The same kernels of float64 with sums in another order: 1e-12 of the largest."""
     torch.manual_seed(0)
@@ -231,46 +233,47 @@ def test_operands_are_let_go_while_a_section_runs() -> None:
     assert max(counts[1:-1]) <= 3, counts
 
 
-def on_two_ranks() -> list[Any]:
+ON_TWO_RANKS: dict[str, dict[str, Any]] = {
+    "data parallel": {"mesh": sw.Mesh(dp=2)},
+    "tensor parallel": {
+        "mesh": sw.Mesh(tp=2),
+        "strategies": {"blocks.*.attention.qkv": "n@tp", "blocks.*.mlp.up": "n@tp"},
+    },
+}
+
+
+def on_two_ranks(name: str) -> tuple[list[Trained], list[list[str]], int, int]:
+    """(eager and compiled training, the messages of both, the functions of a compiled program, its sections)"""
     compiled.compile_with_inductor = interpret_section
-    found = []
-    tensor_parallel = {"blocks.*.attention.qkv": "n@tp", "blocks.*.mlp.up": "n@tp"}
-    for mesh, strategies in ((sw.Mesh(dp=2), None), (sw.Mesh(tp=2), tensor_parallel)):
-        plan = sw.plan(make_gpt(4), (IDS, LABELS), 2, mesh=mesh, search="sharding_propagation", strategies=strategies)
-        results = []
-        for choice in (False, True):
-            par = sw.parallelize(make_gpt(4), plan, compile=choice)
-            losses = []
-            optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
-            for _ in range(2):
-                optimizer.zero_grad()
-                losses.append(par.step(IDS, LABELS).item())
-                optimizer.step()
-            if strategies is None:
-                with torch.no_grad():
-                    losses.append(par(IDS, LABELS).item())
-            results.append((losses, {name: p.detach() for name, p in par.named_parameters()}))
-            step = par.compiled[0].step  # the one that trained
-        assert step.compiling is not None
-        assert step.compiling.variant is not None
-        program = step.compiling.variant.emitted.program
-        lists = [
-            [str(sent_by(i)) for i in (*one.forward, *one.backward) if sent_by(i)]
-            for one in (par.compiled[0].step.emitted.program, program)
-        ]
-        functions = {id(i.target) for i in (*program.forward, *program.backward) if hasattr(i, "target")}
-        sections = sum(hasattr(i, "target") for i in (*program.forward, *program.backward))
-        found.append((results, lists, len(functions), sections))
-    return found
+    plan = sw.plan(make_gpt(4), (IDS, LABELS), 2, search="sharding_propagation", **ON_TWO_RANKS[name])
+    results = []
+    for choice in (False, True):
+        par = sw.parallelize(make_gpt(4), plan, compile=choice)
+        results.append(train(par, [(IDS, LABELS)] * 2, torch.optim.SGD(par.parameters(), lr=0.1)))
+        if name == "data parallel":
+            with torch.no_grad():
+                results[-1].losses.append(par(IDS, LABELS).item())
+        step = par.compiled[0].step  # the one that trained
+    assert step.compiling is not None
+    assert step.compiling.variant is not None
+    program = step.compiling.variant.emitted.program
+    lists = [
+        [str(sent_by(i)) for i in (*one.forward, *one.backward) if sent_by(i)]
+        for one in (par.compiled[0].step.emitted.program, program)
+    ]
+    functions = {id(i.target) for i in (*program.forward, *program.backward) if hasattr(i, "target")}
+    sections = sum(hasattr(i, "target") for i in (*program.forward, *program.backward))
+    return results, lists, len(functions), sections
 
 
-def test_messages_keep_their_order_and_results_on_two_ranks(run_ranks: RunRanks) -> None:
-    for rank in run_ranks(on_two_ranks, 2, time_limit_seconds=200):
-        for ((losses, parameters), (others, compiled_ones)), (listed, made), functions, sections in rank:
-            assert others == pytest.approx(losses, rel=1e-12)
-            torch.testing.assert_close(compiled_ones, parameters, rtol=1e-11, atol=1e-13)
-            assert made == listed
-            assert functions < sections, "layers share their sections"
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.sampled(1)
+def test_messages_keep_their_order_and_results_on_two_ranks(name: str, run_ranks: RunRanks) -> None:
+    for (eager, compiled_ones), (listed, made), functions, sections in run_ranks(on_two_ranks, 2, name):
+        assert compiled_ones.losses == pytest.approx(eager.losses, rel=1e-12)
+        check_close(compiled_ones.state, eager.state, rtol=1e-11, atol=1e-13, what="compiled")
+        assert made == listed
+        assert functions < sections, "layers share their sections"
 
 
 def where_rank_1_cannot_compile() -> list[tuple[bool, int, float]]:
@@ -292,8 +295,7 @@ def where_rank_1_cannot_compile() -> list[tuple[bool, int, float]]:
     for options in (split, sizes | {"mesh": sw.Mesh(dp=2)}):
         plan = sw.plan(make_gpt(2), (IDS, LABELS), 2, **options)
         pair = [sw.parallelize(make_gpt(2), plan, compile=choice) for choice in ("auto", False)]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             results, of_steps = [], 0
             for par in pair:
                 sections.clear()
@@ -314,7 +316,7 @@ def where_rank_1_cannot_compile() -> list[tuple[bool, int, float]]:
 
 
 def test_a_rank_on_which_a_step_does_not_compile_runs_it_eager_and_says_why(run_ranks: RunRanks) -> None:
-    for rank, found in enumerate(run_ranks(where_rank_1_cannot_compile, 2, time_limit_seconds=200)):
+    for rank, found in enumerate(run_ranks(where_rank_1_cannot_compile, 2)):
         for is_compiled, says, worst in found:
             assert is_compiled == (rank == 0)
             assert (says > 0) == (rank == 1)
@@ -343,7 +345,7 @@ def within_torch_compile() -> list[float]:
 
 
 def test_a_torch_compile_around_the_module_leaves_its_programs_alone(run_ranks: RunRanks) -> None:
-    for errors in run_ranks(within_torch_compile, 2, time_limit_seconds=200):
+    for errors in run_ranks(within_torch_compile, 2):
         assert max(errors) < 1e-13  # sums of 16 float64 in another order
 
 

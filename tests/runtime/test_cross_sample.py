@@ -4,19 +4,18 @@ compared with one device over the same micro-batches."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.runtime.local_shards import shard
+from launch.gloo_ranks import RunRanks
+from proving import prove
+from runtime.training import Trained, check_ranks, train
 
-RunRanks = Callable[..., list[Any]]
 MICRO_BATCHES, STEPS = 3, 2
 
 
@@ -86,59 +85,42 @@ def batches() -> Tensor:
     return torch.randn(STEPS, MICRO_BATCHES, 10, 6, dtype=torch.float64, generator=generator)
 
 
-def trained(model: nn.Module) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses, and gradients of the last step, parameters and buffers by name."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in batches():
-        optimizer.zero_grad()
-        for x in step:
-            loss = model(x) / MICRO_BATCHES
+def trained(model: nn.Module) -> Trained:
+    def accumulate(model: nn.Module, step: Tensor) -> Tensor:
+        losses = [model(x) / MICRO_BATCHES for x in step]
+        for loss in losses:
             loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-    held = {f"gradient {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return losses, held | {name: p.detach() for name, p in (*model.named_parameters(), *model.named_buffers())}
+        return torch.stack(losses).detach().sum()
+
+    return train(model, batches(), differentiate=accumulate)
 
 
-def trained_on_ranks() -> dict[tuple[str, str], list[str]]:
-    """On a rank: what differs from one device, per model and plan."""
-    found = {}
+def trained_on_ranks(name: str) -> dict[str, Trained]:
+    """On a rank: training of every model under a plan."""
+    axes, strategies = PLANS[name]
+    mesh, found = sw.Mesh(axes), {}
+    settings: dict[str, Any] = {"mesh": mesh, "strategies": strategies, "search": "sharding_propagation"}
     for model, make in MODELS.items():
-        for name, (axes, strategies) in PLANS.items():
-            mesh = sw.Mesh(axes)
-            plan = sw.plan(
-                make().double(),
-                batches()[0, 0],
-                mesh.num_devices,
-                mesh=mesh,
-                strategies=strategies,
-                search="sharding_propagation",
-            )
-            losses, held = trained(sw.parallelize(make().double(), plan))
-            want_losses, wanted = trained(make().double())
-            wrong = [f"loss {i}" for i, (a, b) in enumerate(zip(losses, want_losses, strict=True)) if not near(a, b)]
-            coordinates = mesh.coordinates(dist.get_rank())
-            for key, want in wanted.items():
-                layout = plan.layouts.get(key.removeprefix("gradient "))
-                own = want if layout is None else shard(want, layout, coordinates)
-                wrong += [] if near(held[key], own) else [key]
-            found[model, name] = wrong
+        module = make().double()
+        plan = sw.plan(module, batches()[0, 0], mesh.num_devices, **settings)
+        found[model] = trained(sw.parallelize(module, plan))
     return found
 
 
-def near(a: Tensor, b: Tensor) -> bool:
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.sampled(1)
+def test_accumulated_gradients_are_those_of_one_device_over_the_same_micro_batches(
+    name: str, run_ranks: RunRanks
+) -> None:
     """To 1e-11: sums in another order, and two steps of an optimizer that divides by the size of a gradient."""
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-10, atol=1e-11)
-
-
-def test_accumulated_gradients_are_those_of_one_device_over_the_same_micro_batches(run_ranks: RunRanks) -> None:
-    for found in run_ranks(trained_on_ranks, 4, time_limit_seconds=240):
-        assert found == {key: [] for key in product(MODELS, PLANS)}
+    ranks = run_ranks(trained_on_ranks, 4, name)
+    for model, make in MODELS.items():
+        alone = trained(make().double())
+        check_ranks([found[model] for found in ranks], alone, f"{model}, {name}", rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_one_batch_is_that_of_one_device(name: str) -> None:
     """The same models under more meshes, on the virtual cluster."""
     x = batches()[0, 0].float()
@@ -152,5 +134,4 @@ def test_one_batch_is_that_of_one_device(name: str) -> None:
             strategies={"up": "n@tp"} if len(mesh.axes) > 1 else None,
             search="sharding_propagation",
         )
-        report = sw.verify(model, x, plan)
-        assert report.ok, str(report)
+        prove(model, x, plan)

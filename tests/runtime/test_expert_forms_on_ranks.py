@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from models.breadth import tiny_of
 from models.expert_models import WIDTH, Assigned, Batched, Einsum, Loop, Mixture, Modules
+from runtime.training import check_close, state_of, train
 
-RunRanks = Callable[..., list[Any]]
 STEPS = 3
 # Sums in another order, through three steps of AdamW, which divides gradients by their size.
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -110,21 +111,8 @@ ON_FOUR = {
 }
 
 
-def trained(case: Case, module: Any, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        batch = case.batch(step)
-        if isinstance(module, sw.Parallel):
-            loss = module.step(**batch)
-            assert loss is not None
-        else:
-            output = module(**batch)
-            loss = output if isinstance(output, Tensor) else output.loss
-            loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+def trained(case: Case, module: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> list[float]:
+    return train(module, map(case.batch, steps), optimizer).losses
 
 
 def made(module: Any) -> torch.optim.Optimizer:
@@ -150,9 +138,7 @@ def check_equals_one_device(case: Case, name: str, losses: Sequence[Sequence[flo
     assert all(found == pytest.approx(wanted[-len(found) :], rel=bound) for found in losses), name
     sw.load_checkpoint(path, loaded)
     close = {"rtol": 1e-4, "atol": 1e-6} if case.make is eager else CLOSE
-    for key, parameter in loaded.named_parameters():
-        expected = module.get_parameter(key).detach()
-        torch.testing.assert_close(parameter.detach(), expected, **close, msg=f"{name}: {key}")
+    check_close(state_of(loaded), state_of(module), what=name, **close)
 
 
 def check_ranks(run_ranks: RunRanks, cases: dict[str, Case], ranks: int, folder: Path) -> None:

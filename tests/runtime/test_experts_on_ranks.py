@@ -3,21 +3,21 @@ do not divide, compiled programs, micro-batches, and a checkpoint that one proce
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from models.test_expert_exchange import Routed
 from runtime.interpreted import interpret_section
+from runtime.training import Trained, call_and_differentiate, check_close, state_of, step_or_differentiate, train
 from shardwise.programs.keyed_rows import RowCounts
 from shardwise.runtime import compiled
 
-RunRanks = Callable[..., list[Any]]
 SIZES = (4, 4, 3, 1)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "changing batches": ({}, {}),
@@ -40,24 +40,15 @@ def sizes_of(case: str) -> tuple[int, ...]:
     return (4, 4, 2) if "micro" in case else SIZES
 
 
-def train(module: Any, case: str, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for step, size in enumerate(sizes_of(case)):
-        optimizer.zero_grad()
-        if case == "micro-batches" and isinstance(module, sw.Parallel):
-            losses.append(float(module.step(*batch(step, size))))
-        else:
-            loss = module(*batch(step, size))
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-    return losses
+def train_model(module: nn.Module, case: str, optimizer: torch.optim.Optimizer) -> Trained:
+    batches = [batch(step, size) for step, size in enumerate(sizes_of(case))]
+    differentiate = step_or_differentiate if case == "micro-batches" else call_and_differentiate
+    return train(module, batches, optimizer, differentiate=differentiate)
 
 
-def alone(case: str) -> tuple[list[float], dict[str, Tensor]]:
+def alone(case: str) -> Trained:
     module = Routed().double()
-    losses = train(module, case, torch.optim.AdamW(module.parameters(), lr=0.1))
-    return losses, {name: p.detach().clone() for name, p in module.named_parameters()}
+    return train_model(module, case, torch.optim.AdamW(module.parameters(), lr=0.1))
 
 
 def train_on_rank(folder: Path) -> dict[str, list[float]]:
@@ -78,7 +69,7 @@ def train_on_rank(folder: Path) -> dict[str, list[float]]:
         par = sw.parallelize(module, plan, **options)
         reads.clear()
         optimizer = torch.optim.AdamW(par.parameters(), lr=0.1)
-        found[case] = train(par, case, optimizer)
+        found[case] = train_model(par, case, optimizer).losses
         if "micro" not in case:
             assert len(reads) == len(SIZES), "the host reads once a layer how many rows travel, forward and backward"
         sw.save_checkpoint(folder / case.replace(", ", "-"), par, optimizer, step=1)
@@ -88,11 +79,8 @@ def train_on_rank(folder: Path) -> dict[str, list[float]]:
 def test_ranks_train_as_one_process_and_save_what_it_has(run_ranks: RunRanks, tmp_path: Path) -> None:
     ranks = run_ranks(train_on_rank, 2, tmp_path)
     for case in CASES:
-        losses, parameters = alone(case)
-        assert all(found[case] == pytest.approx(losses, rel=1e-11) for found in ranks), case
+        wanted = alone(case)
+        assert all(found[case] == pytest.approx(wanted.losses, rel=1e-11) for found in ranks), case
         module = Routed().double()
         sw.load_checkpoint(tmp_path / case.replace(", ", "-"), module)
-        for name, parameter in module.named_parameters():
-            torch.testing.assert_close(
-                parameter.detach(), parameters[name], rtol=1e-9, atol=1e-12, msg=f"{case}, {name}"
-            )
+        check_close(state_of(module), wanted.state, rtol=1e-9, atol=1e-12, what=case)

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from shardwise.launch.bootstrap import is_follow_up
 from shardwise.layouts.placement import Placement
 from shardwise.runtime import faults
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import BlockedRank, is_out_of_memory
 
-RunRanks = Callable[..., list[Any]]
 Outcome = tuple[str, str, bool]
 MIB = 2**20
 

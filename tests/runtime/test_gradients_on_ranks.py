@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from proving import prove
 from raising import raises
 from shardwise.errors import PlanError, ShardwiseError
 
@@ -59,13 +61,11 @@ def sorted_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return sorted(module.named_parameters())
 
 
-@pytest.mark.parametrize("strategies", [{"a": "m@d"}, {"a": "n@d", "b": "n@d"}])
-def test_hooks_of_parameters_without_gradients_are_not_called(run_ranks, strategies) -> None:
-    mesh = sw.Mesh(d=2)
-    expected = called(False, mesh, strategies)
+def test_hooks_of_parameters_without_gradients_are_not_called(run_cases) -> None:
+    cases = [(False, sw.Mesh(d=2), strategies) for strategies in ({"a": "m@d"}, {"a": "n@d", "b": "n@d"})]
+    expected = called(*cases[0])
     assert [len(names) for names in expected] == [4, 4, 8]
-    for have in run_ranks(called, 2, False, mesh, strategies):
-        assert have == expected
+    assert run_cases(called, 2, cases) == [[expected] * 2] * len(cases)
 
 
 def late_and_unused() -> list[str]:
@@ -94,8 +94,7 @@ class Table(nn.Module):
 
 def sparse(strategies: dict[str, str] | None) -> str:
     net, x = Table(), torch.arange(8) % 10
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         how = {"mode": "data_parallel"} if strategies is None else {"strategies": strategies}
         par = sw.parallelize(net, sw.plan(net, (x,), 2, mesh=sw.Mesh(d=2), **how))
     optimizer = torch.optim.SparseAdam(par.parameters())
@@ -106,9 +105,8 @@ def sparse(strategies: dict[str, str] | None) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("strategies", [None, {"table": "e@d"}])
-def test_an_optimizer_for_sparse_gradients_is_refused_with_a_way_out(run_ranks, strategies) -> None:
-    for text in run_ranks(sparse, 2, strategies):
+def test_an_optimizer_for_sparse_gradients_is_refused_with_a_way_out(run_cases) -> None:
+    for text in chain(*run_cases(sparse, 2, [(None,), ({"table": "e@d"},)])):
         assert "that of a parameter" in text
         assert "torch.optim.Adam or AdamW" in text
 
@@ -190,11 +188,11 @@ def adversaries(way: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_parallel_modules_against_each_other_are_as_on_one_device(way: str, run_ranks) -> None:
-    expected = adversaries(way)
-    for losses in run_ranks(adversaries, 2, way):
-        assert losses == pytest.approx(expected, rel=1e-12)
+def test_two_parallel_modules_against_each_other_are_as_on_one_device(run_cases) -> None:
+    expected = adversaries("on one device")
+    for way, ranks in zip(WAYS, run_cases(adversaries, 2, [(way,) for way in WAYS]), strict=True):
+        for losses in ranks:
+            assert losses == pytest.approx(expected, rel=1e-12), way
 
 
 class Read(nn.Module):
@@ -252,24 +250,24 @@ def read(how: dict, num_samples: int) -> dict[str, list[Tensor | None]]:
     return found
 
 
-READERS = {
-    "data parallel": (2, {"mesh": DATA, "mode": "data_parallel"}, 8),
-    "parts of unequal size": (2, {"mesh": DATA, "mode": "data_parallel"}, 7),
-    "split columns": (2, {"mesh": TENSOR, "strategies": {"up": "k@tp"}}, 8),
-    "two axes": (4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": {"up": "m@dp n@tp"}}, 8),
+ON_TWO = {
+    "data parallel": ({"mesh": DATA, "mode": "data_parallel"}, 8),
+    "parts of unequal size": ({"mesh": DATA, "mode": "data_parallel"}, 7),
+    "split columns": ({"mesh": TENSOR, "strategies": {"up": "k@tp"}}, 8),
 }
+ON_FOUR = {"two axes": ({"mesh": sw.Mesh(dp=2, tp=2), "strategies": {"up": "m@dp n@tp"}}, 8)}
 
 
-@pytest.mark.parametrize("case", READERS)
-def test_gradients_of_inputs_are_those_of_one_device(case: str, run_ranks) -> None:
-    num_ranks, how, num_samples = READERS[case]
-    expected = read(how, num_samples)
-    for found in run_ranks(read, num_ranks, how, num_samples):
-        for name, gradients in expected.items():
-            for have, want in zip(found[name], gradients, strict=True):
-                assert (have is None) == (want is None), name
-                if want is not None:
-                    torch.testing.assert_close(have, want, msg=name)
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)])
+def test_gradients_of_inputs_are_those_of_one_device(num_ranks: int, cases: dict, run_cases) -> None:
+    for (how, num_samples), ranks in zip(cases.values(), run_cases(read, num_ranks, cases.values()), strict=True):
+        expected = read(how, num_samples)
+        for found in ranks:
+            for name, gradients in expected.items():
+                for have, want in zip(found[name], gradients, strict=True):
+                    assert (have is None) == (want is None), name
+                    if want is not None:
+                        torch.testing.assert_close(have, want, msg=name)
 
 
 def own_parts() -> tuple[Tensor, str]:
@@ -279,8 +277,7 @@ def own_parts() -> tuple[Tensor, str]:
     par = parallel_of(net, x, {"mesh": DATA, "mode": "data_parallel"}, inputs="local")
     part = x.chunk(2)[dist.get_rank()].clone().requires_grad_()
     par(part).square().sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         uneven = x.split([3, 5])[dist.get_rank()].clone().requires_grad_()
         with pytest.raises(ShardwiseError) as refused:
             par(uneven)
@@ -323,9 +320,8 @@ class Scored(nn.Module):
 STAGED = {"mesh": sw.Mesh(dp=1), "stages": 2}
 
 
-@pytest.mark.parametrize("how", [{"mesh": DATA, "mode": "data_parallel", "micro_batch": 4}, STAGED])
-def test_steps_that_bring_no_gradients_of_inputs_refuse_them(how: dict, run_ranks) -> None:
-    for refused in run_ranks(without_input_gradients, 2, how):
+def test_steps_that_bring_no_gradients_of_inputs_refuse_them(run_cases) -> None:
+    for refused in chain(*run_cases(without_input_gradients, 2, [(PLANS["in passes"],), (STAGED,)])):
         assert "args[0] requires a gradient" in refused
         assert "detach" not in refused
 
@@ -336,8 +332,7 @@ def test_verify_compares_gradients_of_inputs() -> None:
     inputs = [torch.randn(8, 8).requires_grad_() for _ in range(2)]
     for how in ({"mesh": DATA, "mode": "data_parallel"}, {"mesh": TENSOR, "strategies": {"net.up": "k@tp"}}):
         module = Scalar(net)
-        report = sw.verify(module, tuple(inputs), sw.plan(module, tuple(inputs), 2, **how))
-        assert report.ok, report
+        report = prove(module, tuple(inputs), sw.plan(module, tuple(inputs), 2, **how))
         assert {d.name for d in report.differences if d.kind == "gradient"} >= {"args[0]", "args[1]"}
 
 
@@ -385,7 +380,7 @@ def flagged(how: dict | None) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_a_flag_that_adds_operators_is_planned_like_other_shapes(name: str, run_ranks) -> None:
     expected = flagged(None)
     for losses in run_ranks(flagged, 2, PLANS[name]):
@@ -393,6 +388,7 @@ def test_a_flag_that_adds_operators_is_planned_like_other_shapes(name: str, run_
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.sampled(3)
 def test_verify_proves_calls_with_other_flags(name: str) -> None:
     torch.manual_seed(0)
     net, x = Scored(), torch.randn(8, 8)

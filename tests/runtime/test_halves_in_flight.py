@@ -4,7 +4,7 @@ not be written."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from shardwise.runtime.stage import StageWorker
 
 SHAPE = (1, 3, 4)  # of a micro-batch of one sample
@@ -58,7 +59,7 @@ def train() -> tuple[int, float]:
     return len(sent), max(errors)
 
 
-def test_what_is_sent_back_is_not_written_while_the_second_half_runs(run_ranks: Callable[..., list[Any]]) -> None:
-    found = run_ranks(train, 2, time_limit_seconds=120)
+def test_what_is_sent_back_is_not_written_while_the_second_half_runs(run_ranks: RunRanks) -> None:
+    found = run_ranks(train, 2)
     assert sum(number for number, _ in found) >= 12, "three stages of four send, of four micro-batches"
     assert max(error for _, error in found) < 1e-13

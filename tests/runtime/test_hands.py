@@ -32,7 +32,11 @@ class Late:
 
 class Ranks:
     def __init__(self) -> None:
-        self.store, self.hands, self.rank = dist.HashStore(), (FailureStore(), FailureStore()), 0
+        self.hands, self.rank = (FailureStore(), FailureStore()), 0
+        self.begin_group()
+
+    def begin_group(self) -> None:
+        self.store = self.WORLD = dist.HashStore()
 
     def of(self, rank: int) -> FailureStore:
         self.rank = rank
@@ -46,7 +50,8 @@ def ranks() -> Iterator[Ranks]:
         mock.patch.object(dist, "is_initialized", return_value=True),
         mock.patch.object(dist, "get_world_size", return_value=2),
         mock.patch.object(dist, "get_rank", side_effect=lambda: made.rank),
-        mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=made.store),
+        mock.patch.object(dist.distributed_c10d, "_get_default_store", side_effect=lambda: made.store),
+        mock.patch.object(dist, "group", made),
     ):
         yield made
 
@@ -62,6 +67,16 @@ def test_who_leaves_a_later_call_is_known_when_the_others_come_to_it(ranks: Rank
         ranks.of(0).wait(Late(3))
     ranks.of(0).call += 1
     ranks.of(0).wait(Late(3))
+
+
+def test_who_leaves_a_call_of_a_second_group_is_known(ranks: Ranks) -> None:
+    for group in (1, 2):
+        for rank in (0, 1):
+            ranks.of(rank).call += 1
+        ranks.of(1).leave(ValueError(f"group {group}"))
+        assert f"group {group}" in str(ranks.of(0).explained())
+        ranks.begin_group()
+        assert ranks.of(0).explained() is None
 
 
 def test_who_asks_about_a_later_call_is_known_when_the_others_come_to_it(ranks: Ranks) -> None:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwise as sw
 from costs.live_bytes import LiveBytes
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from shardwise.api import step_memory
 from shardwise.costs.optimizers import temporary_bytes
@@ -25,7 +26,6 @@ from shardwise.programs import state_groups
 from shardwise.runtime import cpu_optimizer, host_copies
 from shardwise.runtime.local_shards import shard
 
-RunRanks = Callable[..., list[Any]]
 WIDTH = 128  # a weight of 128 KiB in float64; one of 64 KiB on each of two ranks
 GROUP = 1 << 17  # bytes: several groups
 KINDS: dict[str, Any] = {
@@ -67,8 +67,7 @@ def optimizer_of(kind: str, way: str, module: nn.Module) -> torch.optim.Optimize
 
 def parallel(optimizer: str, **how: Any) -> sw.Parallel:
     settings: dict[str, Any] = {"mesh": sw.Mesh(dp=sw.world_size()), "mode": "data_parallel", "zero": 1, **how}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PlanWarning)  # on CPUs it gains nothing
+    with warnings.catch_warnings(action="ignore", category=PlanWarning):  # on CPUs it gains nothing
         plan = sw.plan(make(), batch(), sw.world_size(), loss=loss, optimizer=optimizer, **settings)
         par = sw.parallelize(make(), plan, loss=loss)
     assert isinstance(par, sw.Parallel)
@@ -134,7 +133,7 @@ def test_every_optimizer_updates_as_on_the_device_and_as_on_one_device(run_ranks
     """Bit for bit as with the states on the device, which updates the same shards; and as one device: float64, where
     gradients are sums of 8 samples in another order and steps are of .1 at most (a root of a sum of squares near 1e-4
     makes some thousand times of the rounding)."""
-    for rank in run_ranks(every_kind, 2, time_limit_seconds=240.0):
+    for rank in run_ranks(every_kind, 2):
         assert [kind for kind, differ, _ in rank if differ] == []
         assert max(far for *_, far in rank) < 1e-11
 
@@ -162,15 +161,14 @@ def goes_on(folder: str) -> list[float]:
 
 
 def test_checkpoints_are_those_of_any_other_plan(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for *others, own in run_ranks(goes_on, 2, str(tmp_path), time_limit_seconds=180.0):
+    for *others, own in run_ranks(goes_on, 2, str(tmp_path)):
         assert max(abs(other - own) for other in others) < 1e-13
 
 
 def in_stages() -> float:
     with mock.patch.object(state_groups, "GROUP_BYTES", GROUP):
         settings = {"stages": 2, "micro_batch": 4, "mesh": sw.Mesh(dp=1), "mode": "data_parallel", "zero": None}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PlanWarning)
+        with warnings.catch_warnings(action="ignore", category=PlanWarning):
             plan = sw.plan(make(), batch(), 2, loss=loss, optimizer="adamw on host", **settings)
             par = sw.parallelize(make(), plan, loss=loss)
         alone, log = make(), []
@@ -188,7 +186,7 @@ def in_stages() -> float:
 
 
 def test_states_of_stages_wait_too(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(in_stages, 2, time_limit_seconds=120.0)) < 1e-13
+    assert max(run_ranks(in_stages, 2)) < 1e-13
 
 
 def test_verify_steps_with_such_an_optimizer() -> None:
@@ -321,7 +319,7 @@ def test_beside_a_gpu_copies_run_in_both_directions_and_end_with_the_step() -> N
         module = Model()
         cpu_optimizer.place_states(module, "adamw on host")
         optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9, foreach=False)
-        step = cpu_optimizer.bare_step(type(optimizer))
+        step = cpu_optimizer.bare_step(type(optimizer).step)
 
         def logged(own: torch.optim.Optimizer) -> None:
             rows = [p.shape[0] for group in own.param_groups for p in group["params"]]

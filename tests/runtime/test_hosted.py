@@ -5,7 +5,8 @@ There is no GPU here: the rest of the program is put on the meta device, and dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,15 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
+from raising import message
 from runtime.interpreted import interpret_section
+from runtime.training import Trained, check_ranks, train
 from shardwise.layouts.placement import Placement
 from shardwise.runtime import compiled
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import take_all
-from shardwise.runtime.local_shards import shard
 from shardwise.runtime.transit import Converting
 
-RunRanks = Callable[..., list[Any]]
 HOST = ("users.weight", "item*.weight")
 
 
@@ -112,7 +114,7 @@ def look(name: str, host: tuple[str, ...]) -> dict[str, Any]:
         for node, device in placed.items():
             if node.op == "call_module":
                 exchange = module.get_submodule(str(node.target))
-                purpose = exchange.purpose if isinstance(exchange, Converting) else exchange.transit.message.purpose
+                purpose = exchange.purpose if isinstance(exchange, Converting) else exchange.message.purpose
                 over.add((device, purpose.ranks is par._host_ranks))
     lookups = [where[node] for node in where if node.op == "call_function" and "embedding" in str(node.target)]
     gradients = next(node for node in backward.graph.nodes if node.op == "output").args[0]
@@ -132,7 +134,7 @@ def look_at_all() -> dict[str, dict[str, Any]]:
 
 
 def test_indices_go_to_the_host_and_rows_come_back_around_the_lookups_only(run_ranks: RunRanks) -> None:
-    for plans in run_ranks(look_at_all, 4, time_limit_seconds=200):
+    for plans in run_ranks(look_at_all, 4):
         for name, result in plans.items():
             on_host = {n for n, device in result["parameters"].items() if device == "cpu"}
             assert on_host == {"users.weight", "items.weight"}
@@ -155,48 +157,30 @@ def test_indices_go_to_the_host_and_rows_come_back_around_the_lookups_only(run_r
 # -------------------------------------------------------------------------------------------------------- the numbers
 
 
-def train(name: str, host: tuple[str, ...], check: int | None = None, *, compile: bool = False) -> dict[str, Any]:
+def train_on_rank(name: str, check: int | None = None, *, compile: bool = False) -> Trained:
     plan = plan_for(name)
-    par = sw.parallelize(Clicks(), plan, host=host, check_replicas=check, compile=compile)
-    if host:  # as on a GPU: groups of their own
-        par._host_ranks = Communicator(Placement.whole(plan.mesh), "Clicks", backend="gloo")
-    optimizer = torch.optim.AdamW(par.parameters(), lr=0.1)
-    losses, norms = [], []
-    for step in range(3):
-        losses.append(par.step(*batch(step)).item())
-        norms.append(sw.clip_grad_norm(par, 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "state": {n: p.detach() for n, p in par.named_parameters()}}
+    par = sw.parallelize(Clicks(), plan, host=HOST, check_replicas=check, compile=compile)
+    par._host_ranks = Communicator(Placement.whole(plan.mesh), "Clicks", backend="gloo")  # as on a GPU, of their own
+    return train_clicks(par)
 
 
-def train_all() -> dict[str, dict[str, Any]]:
-    eager = {name: train(name, HOST, check=1) for name in PLANS}
+def train_clicks(module: nn.Module) -> Trained:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    return train(module, map(batch, range(3)), optimizer, clip=0.5)
+
+
+def train_all() -> dict[str, Trained]:
+    eager = {name: train_on_rank(name, check=1) for name in PLANS}
     name = "rows by hand"
     with mock.patch.object(compiled, "compile_with_inductor", interpret_section):
-        return eager | {f"{name}, compiled": train(name, HOST, compile=True)}
+        return eager | {f"{name}, compiled": train_on_rank(name, compile=True)}
 
 
 def test_numbers_are_those_of_one_process(run_ranks: RunRanks) -> None:
-    ranks = run_ranks(train_all, 4, time_limit_seconds=300)
-    model = Clicks()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    losses, norms = [], []
-    for step in range(3):
-        loss = model(*batch(step))
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
+    ranks = run_ranks(train_all, 4)
+    alone = train_clicks(Clicks())
     for name in ranks[0]:
-        plan = plan_for(name.removesuffix(", compiled"))
-        for rank, own in enumerate(result[name] for result in ranks):
-            assert own["losses"] == pytest.approx(losses, rel=1e-10)
-            assert own["norms"] == pytest.approx(norms, rel=1e-10)
-            for parameter, whole in model.named_parameters():
-                want = shard(whole.detach(), plan.layouts[parameter], plan.mesh.coordinates(rank))
-                torch.testing.assert_close(own["state"][parameter], want, rtol=1e-9, atol=1e-12, msg=parameter)
+        check_ranks([found[name] for found in ranks], alone, name)
 
 
 # -------------------------------------------------------------------------------------------------------- what is wrong
@@ -232,15 +216,16 @@ def refusals() -> list[str]:
         (Returned(), (ids,), ("*",)),
     ):
         plan = sw.plan(module, inputs, 1, mesh=sw.Mesh(dp=1), search="sharding_propagation")
-        try:
-            sw.parallelize(module, plan, host=host)(*inputs)
-        except sw.ShardwiseError as error:
-            found.append(str(error))
+        found.append(message(partial(call_with_tables, module, plan, host, inputs)))
     return found
 
 
+def call_with_tables(module: nn.Module, plan: sw.Plan, host: Any, inputs: tuple[Tensor, ...]) -> None:
+    sw.parallelize(module, plan, host=host)(*inputs)
+
+
 def test_what_a_table_on_the_host_is_no_good_for(run_ranks: RunRanks) -> None:
-    (found,) = run_ranks(refusals, 1, time_limit_seconds=100)
+    (found,) = run_ranks(refusals, 1)
     words = [
         ("no parameter is called user.weight", "did you mean users.weight?"),
         ("a sequence of parameter names", "host=('users.weight',)"),
@@ -250,5 +235,5 @@ def test_what_a_table_on_the_host_is_no_good_for(run_ranks: RunRanks) -> None:
         ("embed.weight is kept on the host, but the module returns it",),
     ]
     assert len(found) == len(words)
-    for message, own in zip(found, words, strict=True):
-        assert all(word in message for word in own), message
+    for text, own in zip(found, words, strict=True):
+        assert all(word in text for word in own), text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from runtime.interpreted import interpret_section
 from runtime.test_hosted import devices
 from shardwise.runtime import compiled, signatures
@@ -20,7 +20,6 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.transit import Converting
 
-RunRanks = Callable[..., list[Any]]
 HOST = ("users.weight", "items.weight")
 
 
@@ -95,13 +94,13 @@ def test_numbers_are_those_of_one_process(num_ranks: int, schedule: str, stages:
     shared = [s for s in plan_for(num_ranks, schedule, stages).stages if "users.weight" in s.layouts]
     assert len(shared) == 2, "the table of users is in two stages"
     # Sums in another order, in float64, through three steps of AdamW.
-    assert max(run_ranks(train, num_ranks, num_ranks, schedule, stages, time_limit_seconds=240)) < 1e-11
+    assert max(run_ranks(train, num_ranks, num_ranks, schedule, stages)) < 1e-11
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.sampled(1)
 def test_compiled_they_are_those_of_one_process(num_ranks: int, run_ranks: RunRanks) -> None:
-    assert max(run_ranks(train, num_ranks, num_ranks, "1F1B", 2, True, time_limit_seconds=240)) < 1e-11
+    assert max(run_ranks(train, num_ranks, num_ranks, "1F1B", 2, True)) < 1e-11
 
 
 def look(schedule: str, stages: int) -> list[str]:
@@ -127,7 +126,7 @@ def look(schedule: str, stages: int) -> list[str]:
         for node, device in where.items():
             if node.op == "call_module":
                 exchange = emitted.forward.get_submodule(str(node.target))
-                purpose = exchange.purpose if isinstance(exchange, Converting) else exchange.transit.message.purpose
+                purpose = exchange.purpose if isinstance(exchange, Converting) else exchange.message.purpose
                 assert (purpose.ranks is emitted.writer.host_ranks) == (device == "cpu")
         output = next(node for node in emitted.forward.graph.nodes if node.op == "output")
         kept = dict(zip(emitted.program.saved, (where[node] for node in output.args[0][2]), strict=True))
@@ -151,7 +150,7 @@ def look_at_both() -> list[str]:
 
 
 def test_nothing_meets_a_tensor_of_another_device(run_ranks: RunRanks) -> None:
-    assert run_ranks(look_at_both, 4, time_limit_seconds=200) == [[]] * 4
+    assert run_ranks(look_at_both, 4) == [[]] * 4
 
 
 class Tied(nn.Module):
@@ -174,6 +173,6 @@ def refused() -> str:
 
 
 def test_a_table_that_another_stage_computes_with_is_refused_on_all_ranks(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(refused, 2, time_limit_seconds=100)
+    first, second = run_ranks(refused, 2)
     assert first == second
     assert "embed.weight is kept on the host, but aten.linear" in first

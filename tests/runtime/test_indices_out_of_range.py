@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from shardwise.graph.capture import capture
 from shardwise.graph.to_float64 import to_float64
@@ -100,6 +101,7 @@ LOSSES = losses()
     "name",
     [pytest.param(name, marks=() if (i // 3 + i) % 3 == 0 else pytest.mark.long) for i, name in enumerate(LOSSES)],
 )
+@pytest.mark.sampled(3)
 def test_labels_over_split_classes_are_as_on_one_device(name: str) -> None:
     call, ignored = LOSSES[name]
     model = Head(call)
@@ -118,7 +120,7 @@ def test_labels_over_split_classes_are_as_on_one_device(name: str) -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_probabilities_over_split_classes(smoothing: float, weight: Tensor | None, reduction: str) -> None:
     model = Head(lambda z, y: F.cross_entropy(z, y, _like(weight, z), reduction=reduction, label_smoothing=smoothing))
     example = inputs(torch.rand(SAMPLES, CLASSES, generator=torch.Generator().manual_seed(2)).softmax(-1))
@@ -144,6 +146,7 @@ LOOKUPS: dict[str, Call] = {
 
 
 @pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.sampled(3)
 def test_indices_over_split_rows_are_as_on_one_device(name: str) -> None:
     model = Head(LOOKUPS[name])
     plan = planned(model, inputs(LABELS))
@@ -186,8 +189,8 @@ def errors_on_rank() -> dict[str, list[tuple[bool, str]]]:
     return found
 
 
-def test_every_real_rank_raises(run_ranks: Callable[..., list[Any]]) -> None:
-    for rank, found in enumerate(run_ranks(errors_on_rank, 2, time_limit_seconds=300)):
+def test_every_real_rank_raises(run_ranks: RunRanks) -> None:
+    for rank, found in enumerate(run_ranks(errors_on_rank, 2)):
         for name, expected in ON_RANKS.items():
             for label, (is_own, text) in zip((-1, CLASSES + 7), found[name], strict=True):
                 number = "" if name == "embedding" else f" {label} is out of bounds"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from runtime.edges import refusal
+from launch.gloo_ranks import RunRanks
+from raising import refusal
 from shardwise.runtime.local_shards import shard
 
-RunRanks = Callable[..., list[Any]]
 IDS = torch.arange(12).reshape(4, 3)
 
 
@@ -108,7 +107,7 @@ def values_on_ranks() -> dict[str, Any]:
 
 
 def test_init_gives_values_for_what_it_knows_and_the_module_for_the_rest(run_ranks: RunRanks) -> None:
-    for found in run_ranks(values_on_ranks, 2, time_limit_seconds=240):
+    for found in run_ranks(values_on_ranks, 2):
         for way in ("deferred", "meta"):
             for init in ("returns", "fills"):
                 difference, tied = found[way, init]

@@ -7,8 +7,8 @@ Everything is float64 on both sides, casts inside of models too, and both draw t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -19,22 +19,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from models import tiny_models
 from models.test_models_on_ranks import messages, widened
 from models.tiny_models import TinyModel
 from models.zoo_own import DLRM, dlrm_inputs
 from raising import raises
 from runtime.interpreted import interpret_section
+from runtime.training import Differentiate, Trained, check_ranks, loss_of, step_or_differentiate, train
 from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.graph.to_float64 import Reference, reference_mode
 from shardwise.planning import execute
 from shardwise.plans import micro_batch_search
 from shardwise.runtime import compiled, program_cache
-from shardwise.runtime.local_shards import shard
 
-RunRanks = Callable[..., list[Any]]
 BATCH, STEPS = 8, 3
-EQUAL = 1e-9  # of the largest magnitude of a tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on the way
 
@@ -80,8 +79,7 @@ def batch(name: str, step: int) -> dict[str, Any]:
 
 def plan_of(name: str, mesh: str, micro_batch: int) -> sw.Plan:
     axes, has_strategies, zero = MESHES[mesh]
-    with ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with ExitStack() as stack, warnings.catch_warnings(action="ignore"):
         for module in (execute, micro_batch_search):
             stack.enter_context(widened(module))
         return sw.plan(
@@ -98,46 +96,38 @@ def plan_of(name: str, mesh: str, micro_batch: int) -> sw.Plan:
         )
 
 
-def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: x.detach().clone() for name, x in (*model.named_parameters(), *model.named_buffers())}
-
-
-def train(cases: list[tuple[str, str]]) -> list[Any]:
-    """On a rank: losses, and parameters and buffers at the end, of every case."""
+def train_on_rank(cases: list[tuple[str, str]]) -> list[tuple[Trained, int]]:
+    """Every case, and how many programs there are then."""
     found = []
     for name, text in cases:
         with widened(program_cache):
             par = sw.parallelize(build(name), sw.Plan.from_json(text) if dist.get_rank() == 0 else None)
-            optimizer = torch.optim.SGD(par.parameters(), lr=0.05, momentum=0.9)
-            losses = []
-            for step in range(STEPS):
-                losses.append(par.step(**batch(name, step)).item())
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append((losses, snapshot(par), len(par.compiled)))
+            found.append((train_model(par, name), len(par.compiled)))
     return found
 
 
-def train_alone(name: str, micro_batch: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_alone(name: str, micro_batch: int) -> Trained:
     """One device on whole batches; batch norm sees micro-batches, as it does where they are accumulated."""
-    model = build(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for step in range(STEPS):
-        inputs = batch(name, step)
-        count = len(next(iter(inputs.values())))
-        sizes = [micro_batch] * (count // micro_batch) + [count % micro_batch] * (count % micro_batch > 0)
-        with reference_mode(Reference(step, sizes)):
-            output = model(**inputs)
-        loss = output if isinstance(output, torch.Tensor) else output.loss
+    steps = count()
+
+    def differentiate(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        samples = len(next(iter(inputs.values())))
+        sizes = [micro_batch] * (samples // micro_batch) + [samples % micro_batch] * (samples % micro_batch > 0)
+        with reference_mode(Reference(next(steps), sizes)):
+            loss = loss_of(model(**inputs))
         loss.backward()
-        losses.append(loss.item())
         for key, counter in model.named_buffers():
             if key.endswith("num_batches_tracked"):
                 counter += len(sizes) - 1
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, snapshot(model)
+        return loss.detach()
+
+    return train_model(build(name), name, differentiate)
+
+
+def train_model(model: nn.Module, name: str, differentiate: Differentiate = step_or_differentiate) -> Trained:
+    batches = [batch(name, step) for step in range(STEPS)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return train(model, batches, optimizer, differentiate=differentiate)
 
 
 @pytest.mark.parametrize("mesh", ["dp", "dp, zero 1", "tp", pytest.param("dp x tp", marks=pytest.mark.long)])
@@ -152,21 +142,12 @@ def test_steps_in_passes_are_those_of_one_device_on_whole_batches(mesh: str, run
     plans = [plan_of(name, mesh, size) for name, size in wanted]
     size = plans[0].mesh.num_devices
     cases = [(name, plan.to_json()) for (name, _), plan in zip(wanted, plans, strict=True)]
-    results = run_ranks(train, size, cases, time_limit_seconds=300)
+    ranks = run_ranks(train_on_rank, size, cases)
     for i, ((name, micro_batch), plan) in enumerate(zip(wanted, plans, strict=True)):
         assert plan.micro_batches == BATCH // micro_batch
-        losses, tensors = train_alone(name, micro_batch)
-        for rank in range(size):
-            own_losses, own, programs = results[rank][i]
-            assert own_losses == pytest.approx(losses, rel=1e-10), name
-            assert programs == 2 + 1, "a pass of the plan, again for batches of seven, and their last one"
-            for key, tensor in own.items():
-                layout = plan.layouts.get(key)
-                whole, place = tensors[key], plan.mesh.coordinates(rank)
-                want = whole if layout is None else shard(whole, layout, place)
-                scale = max(float(tensors[key].double().abs().max()), 1e-3)
-                apart = float((tensor.double() - want.double()).abs().max())
-                assert apart < EQUAL * scale, f"{name}: {key}"
+        check_ranks([found[i][0] for found in ranks], train_alone(name, micro_batch), name)
+        for found in ranks:
+            assert found[i][1] == 2 + 1, "a pass of the plan, again for batches of seven, and their last one"
 
 
 # -------------------------------------------------------------------------------------- inputs, hooks, calls of others
@@ -209,8 +190,7 @@ def calls_of_all_kinds() -> dict[str, Any]:
     found["twice"] = gradients(par)
     hook.remove()
     par.zero_grad()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         par(x, y).backward()
         par(x, y)
     found["whole"] = gradients(par)
@@ -226,8 +206,7 @@ def calls_of_all_kinds() -> dict[str, Any]:
     found["local"] = gradients(local)
     local.zero_grad()
     uneven = slice(0, 3) if rank == 0 else slice(3, 8)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         found["uneven loss"] = local.step(x[uneven], y[uneven]).item()
     found["gathered"] = [str(w.message) for w in caught]
     found["uneven"] = gradients(local)
@@ -254,7 +233,7 @@ def calls_of_all_kinds() -> dict[str, Any]:
 
 
 def test_every_way_to_pass_a_batch_gives_the_gradients_of_the_whole(run_ranks: RunRanks) -> None:
-    ranks = run_ranks(calls_of_all_kinds, 2, time_limit_seconds=120)
+    ranks = run_ranks(calls_of_all_kinds, 2)
     module, x, y = labelled()
     loss = module(x, y)
     loss.backward()
@@ -296,5 +275,5 @@ def keeps_of_steps() -> list[tuple[bool, bool]]:
     return kept
 
 
-def test_a_step_keeps_nothing_of_its_batch(run_ranks: Callable[..., list[Any]]) -> None:
+def test_a_step_keeps_nothing_of_its_batch(run_ranks: RunRanks) -> None:
     assert run_ranks(keeps_of_steps, 2) == [[(False, False)] * 2] * 2

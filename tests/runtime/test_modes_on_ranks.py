@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from runtime.edges import message
+from launch.gloo_ranks import RunRanks
+from raising import message
 
 # Sums of at most 8 rows and 12 columns of float64 in another order, over three steps.
 ROUNDING = 1e-13
@@ -85,10 +85,9 @@ def trained(name: str) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_submodules_in_another_mode_are_as_on_one_device(name: str, run_ranks: Callable[..., Any]) -> None:
-    for errors in run_ranks(trained, 2, name, time_limit_seconds=240):
-        assert max(errors) < ROUNDING
+def test_submodules_in_another_mode_are_as_on_one_device(run_cases: Callable[..., Any]) -> None:
+    for name, ranks in zip(MODES, run_cases(trained, 2, [(name,) for name in MODES]), strict=True):
+        assert max(max(errors) for errors in ranks) < ROUNDING, name
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -108,21 +107,16 @@ def changed() -> dict[str, str]:
     torch.manual_seed(0)
     net, batch = Net().double(), torch.randn(8, 6, dtype=torch.float64)
     par = sw.parallelize(net, sw.plan(net, batch, 2, mode="data_parallel"))
-    messages = {}
-    for name, (change, _) in CHANGES.items():
-        try:
-            change(par)
-        except sw.ShardwiseError as error:
-            messages[name] = str(error)
+    messages = {name: message(lambda change=change: change(par)) for name, (change, _) in CHANGES.items()}
     par.note = "what the model has not is anybody's own"
     copy.deepcopy(par).train()
     return messages
 
 
-def test_attributes_that_ranks_would_not_see_are_refused_by_name(run_ranks: Callable[..., Any]) -> None:
-    for messages in run_ranks(changed, 2, time_limit_seconds=240):
+def test_attributes_that_ranks_would_not_see_are_refused_by_name(run_ranks: RunRanks) -> None:
+    for messages in run_ranks(changed, 2):
         for name, (_, what) in CHANGES.items():
-            assert what in messages.get(name, "nothing")
+            assert what in messages[name]
 
 
 DRAWN: dict[str, Callable[[Any], Any]] = {
@@ -144,20 +138,16 @@ def drawn() -> tuple[dict[str, str], list[str], bool]:
     par = sw.parallelize(net, plan)
     messages = {}
     for name, draw in DRAWN.items():
-        try:
-            draw(par)
-        except sw.ShardwiseError as error:
-            messages[name] = str(error)
+        messages[name] = message(lambda draw=draw: draw(par))
         draw(Net())  # what is no shard is drawn
     nn.init.constant_(par.up.weight, 0.5)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         par.apply(lambda module: None)
     return messages, [str(warning.message) for warning in caught], bool((par.up.weight == 0.5).all())
 
 
-def test_initial_values_of_shards_are_refused_and_apply_says_what_it_meets(run_ranks: Callable[..., Any]) -> None:
-    for messages, said, is_constant in run_ranks(drawn, 2, time_limit_seconds=240):
+def test_initial_values_of_shards_are_refused_and_apply_says_what_it_meets(run_ranks: RunRanks) -> None:
+    for messages, said, is_constant in run_ranks(drawn, 2):
         assert messages.keys() == DRAWN.keys()
         assert all("torch.nn.init on a shard of up.weight" in message for message in messages.values())
         assert "which hold this rank's shards: change the model before sw.parallelize" in said[0]
@@ -178,20 +168,16 @@ def named_as_ours() -> list[str]:
     found = []
     for name in ("step", "position"):
         net = Named(name)
-        try:
-            sw.parallelize(net, sw.plan(net, torch.randn(4, 4), 2, mode="data_parallel"))
-        except sw.ShardwiseError as error:
-            found.append(str(error))
-        else:
-            found.append("nothing")
+        plan = sw.plan(net, torch.randn(4, 4), 2, mode="data_parallel")
+        found.append(message(lambda net=net, plan=plan: sw.parallelize(net, plan)))
     return found
 
 
-def test_a_submodule_with_a_name_of_parallel_modules_is_refused_by_name(run_ranks: Callable[..., Any]) -> None:
+def test_a_submodule_with_a_name_of_parallel_modules_is_refused_by_name(run_ranks: RunRanks) -> None:
     """Of names that models have (a table of positions), none is taken."""
-    for refused, position in run_ranks(named_as_ours, 2, time_limit_seconds=240):
+    for refused, position in run_ranks(named_as_ours, 2):
         assert "a submodule step" in refused
-        assert position == "nothing"
+        assert position == ""
 
 
 def load(net: Net, par: Any) -> None:
@@ -230,8 +216,7 @@ def changed_afterwards() -> tuple[dict[str, list[str]], list[str]]:
     for name, (change, _) in AFTERWARDS.items():
         torch.manual_seed(0)
         net = Net().double()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             par = split_net(net, batch)
             for call in range(4):
                 par.step(batch)
@@ -243,8 +228,8 @@ def changed_afterwards() -> tuple[dict[str, list[str]], list[str]]:
     return said, [message(optimizer.step) for optimizer in optimizers]
 
 
-def test_what_is_done_afterwards_to_the_module_that_was_split_is_announced(run_ranks: Callable[..., Any]) -> None:
-    for said, (of_another, of_its_parameters) in run_ranks(changed_afterwards, 2, time_limit_seconds=240):
+def test_what_is_done_afterwards_to_the_module_that_was_split_is_announced(run_ranks: RunRanks) -> None:
+    for said, (of_another, of_its_parameters) in run_ranks(changed_afterwards, 2):
         for name, (_, what) in AFTERWARDS.items():
             assert len(said[name]) == bool(what), said[name]
             assert all("the original module was changed after" in text and what in text for text in said[name])
@@ -268,8 +253,7 @@ def stored_and_loaded(folder: str) -> tuple[list[str], float, list[Any]]:
     net = Net().double().eval()
     net.up.bias.no_decay, net.down.bias = True, Marked(net.down.bias.detach())
     alone = copy.deepcopy(net)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         par = split_net(net, batch)
         for strategies in ({"student": "n@tp"}, {"student": "n@tp", "teacher": "n@tp"}):
             torch.manual_seed(0)
@@ -292,10 +276,8 @@ def stored_and_loaded(folder: str) -> tuple[list[str], float, list[Any]]:
     return messages, error, [par.up.bias.no_decay, *(str(warning.message) for warning in caught)]
 
 
-def test_shards_of_another_rank_are_not_loaded_and_whole_tensors_are_cut(
-    run_ranks: Callable[..., Any], tmp_path: Path
-) -> None:
-    outcomes = run_ranks(stored_and_loaded, 2, str(tmp_path), time_limit_seconds=240)
+def test_shards_of_another_rank_are_not_loaded_and_whole_tensors_are_cut(run_ranks: RunRanks, tmp_path: Path) -> None:
+    outcomes = run_ranks(stored_and_loaded, 2, str(tmp_path))
     for rank, (messages, error, (marked, *said)) in enumerate(outcomes):
         own, of_first, own_states, states_of_first = messages
         assert (own, own_states) == ("", "")

@@ -3,7 +3,7 @@ dropout. Losses, gradients and parameters are those of plain PyTorch, step by st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.runtime.local_shards import shard
+from launch.gloo_ranks import RunRanks
+from runtime.training import Trained, check_ranks, train
 
-RunRanks = Callable[..., list[Any]]
+Told = tuple[Tensor, ...]
 STEPS = 3
 
 
@@ -92,17 +93,16 @@ class Dropped(nn.Module):
         return (self.down(hidden * first) * second - x).square().mean(), first, second
 
 
-# model, axes, strategies, randomness, collective that the plan must have
-CASES: dict[str, tuple[type[nn.Module], dict[str, int], dict[str, str], str, str]] = {
-    "ring": (RingAttention, {"cp": 4}, {}, "", "halo_exchange"),
-    "zigzag of two": (ZigzagAttention, {"dp": 2, "cp": 2}, {}, "", "halo_exchange"),
-    "window": (WindowAttention, {"cp": 4}, {}, "", "halo_exchange"),
-    "experts": (Experts, {"ep": 4}, {}, "", "row_exchange"),
-    "experts and data": (Experts, {"dp": 2, "ep": 2}, {}, "", "row_exchange"),
-    "dropout": (Dropped, {"dp": 2, "tp": 2}, {"up": "n@tp"}, "same_as_one_device", "all_reduce"),
-    "dropout per shard": (Dropped, {"dp": 2, "tp": 2}, {"up": "n@tp"}, "per_shard", "all_reduce"),
-    "ring of two": (RingAttention, {"dp": 2, "cp": 2}, {}, "", "halo_exchange"),
-    "zigzag": (ZigzagAttention, {"cp": 4}, {}, "", "halo_exchange"),
+# model, axes, strategies, whether it draws, collective that the plan must have
+CASES: dict[str, tuple[type[nn.Module], dict[str, int], dict[str, str], bool, str]] = {
+    "ring": (RingAttention, {"cp": 4}, {}, False, "halo_exchange"),
+    "zigzag of two": (ZigzagAttention, {"dp": 2, "cp": 2}, {}, False, "halo_exchange"),
+    "window": (WindowAttention, {"cp": 4}, {}, False, "halo_exchange"),
+    "experts": (Experts, {"ep": 4}, {}, False, "row_exchange"),
+    "experts and data": (Experts, {"dp": 2, "ep": 2}, {}, False, "row_exchange"),
+    "dropout": (Dropped, {"dp": 2, "tp": 2}, {"up": "n@tp"}, True, "all_reduce"),
+    "ring of two": (RingAttention, {"dp": 2, "cp": 2}, {}, False, "halo_exchange"),
+    "zigzag": (ZigzagAttention, {"cp": 4}, {}, False, "halo_exchange"),
 }  # fmt: skip
 MORE = ("ring of two", "zigzag")
 FIRST = tuple(name for name in CASES if name not in MORE)
@@ -119,59 +119,42 @@ def planned(name: str) -> sw.Plan:
     return sw.plan(make().double(), batch(0), 4, mesh=mesh, strategies=strategies, search="sharding_propagation")
 
 
-def train(model: nn.Module, masks: list[tuple[Tensor, ...]] | None) -> dict[str, Any]:
-    """Losses, what else the model tells, gradients of every step and parameters."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found: dict[str, Any] = {"losses": [], "told": [], "gradients": []}
-    for step in range(STEPS):
+def train_model(model: nn.Module, masks: Sequence[Told] | None = None) -> tuple[Trained, list[Told]]:
+    """Train, and return what else the model tells in every step. ``masks``: what it takes instead of drawing."""
+    told: list[Told] = []
+
+    def differentiate(model: Any, x: Tensor) -> Tensor:
         if masks is not None:
-            model.given = masks[step]
-        optimizer.zero_grad()
-        loss, *told = model(batch(step))
+            model.given = masks[len(told)]
+        loss, *others = model(x)
         loss.backward()
-        found["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters()})
-        optimizer.step()
-        found["losses"].append(loss.item())
-        found["told"].append(tuple(tensor.detach() for tensor in told))
-    return found | {"parameters": {name: p.detach() for name, p in model.named_parameters()}}
+        told.append(tuple(tensor.detach() for tensor in others))
+        return loss.detach()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return train(model, map(batch, range(STEPS)), optimizer, differentiate=differentiate), told
 
 
-def train_on_rank(*names: str) -> dict[str, dict[str, Any]]:
+def train_on_rank(*names: str) -> dict[str, tuple[Trained, list[Told]]]:
     found = {}
     for name in names:
-        make, _, _, randomness, _ = CASES[name]
-        own = {"randomness": randomness} if randomness else {}
         plan = planned(name) if dist.get_rank() == 0 else None
-        found[name] = train(sw.parallelize(make().double(), plan, seed=5, **own), None)
+        found[name] = train_model(sw.parallelize(CASES[name][0]().double(), plan, seed=5))
     dist.barrier()
     return found
 
 
 @pytest.mark.parametrize("names", [FIRST, pytest.param(MORE, marks=pytest.mark.long)], ids=["first", "more"])
 def test_ranks_train_as_one_process(names: tuple[str, ...], run_ranks: RunRanks) -> None:
-    ranks = run_ranks(train_on_rank, 4, *names, time_limit_seconds=300)
+    ranks = run_ranks(train_on_rank, 4, *names)
     for name in names:
-        make, _, _, randomness, _ = CASES[name]
-        plan = planned(name)
-        masks = ranks[0][name]["told"]
-        alone = train(make().double(), masks if randomness else None)
-        for rank, found in enumerate(own[name] for own in ranks):
-            told = f"{name}, rank {rank}"
-            assert found["losses"] == pytest.approx(alone["losses"], rel=1e-11), told
-            for own, want in zip(found["told"], masks, strict=True):
-                assert all(map(torch.equal, own, want)), f"{told} has other masks"
-            pairs = [(found["parameters"], alone["parameters"])]
-            for own, want in [*pairs, *zip(found["gradients"], alone["gradients"], strict=True)]:
-                assert own.keys() == want.keys()
-                for parameter, whole in want.items():
-                    part = shard(whole, plan.layouts[parameter], plan.mesh.coordinates(rank))
-                    torch.testing.assert_close(
-                        own[parameter],
-                        part,
-                        rtol=1e-9,
-                        atol=1e-12,
-                        msg=f"{told}, {parameter}",
-                    )
+        make, _, _, draws, _ = CASES[name]
+        masks = ranks[0][name][1]
+        alone, _ = train_model(make().double(), masks if draws else None)
+        check_ranks([found[name][0] for found in ranks], alone, name, of_losses=1e-11)
+        for rank, found in enumerate(ranks):
+            for own, want in zip(found[name][1], masks, strict=True):
+                assert all(map(torch.equal, own, want)), f"{name}, rank {rank} has other masks"
 
 
 @pytest.mark.parametrize("name", [*FIRST, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])

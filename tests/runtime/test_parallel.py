@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -11,93 +11,65 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from raising import raises
+from launch.gloo_ranks import RunRanks
+from raising import raises, refusal
 from runtime.small_gpt import batch, make_gpt, make_plan
+from runtime.training import call_and_differentiate, check_ranks, state_of, step_or_differentiate, train
 from shardwise.graph.capture import capture
 from shardwise.layouts.choice import Split
-from shardwise.layouts.text import parse_layout
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import localize
 from shardwise.programs.spmd import build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.runtime.emit import emit
-from shardwise.runtime.local_shards import shard
 from shardwise.search.decide import decide
 from shardwise.search.modes import choose
 
-RunRanks = Callable[..., list[Any]]
-BATCHES = [8, 8, 6, 8, 5, 1]  # the plan is for 8; the others are the last, smaller ones, and a single sample
+SIZES = [8, 8, 6, 8, 5, 1]  # the plan is for 8; the others are the last, smaller ones, and a single sample
+BATCHES = [batch(size, step) for step, size in enumerate(SIZES)]
 
 
-def train(name: str) -> dict[str, Any]:
-    """On a rank: three ways to a gradient, over batches of several sizes, then an evaluation."""
+def train_on_rank(name: str) -> dict[str, Any]:
     with sw.deferred(seed=0, values="cpu"):
         model = make_gpt()
     assert all(p.is_meta for p in model.parameters())
     par = sw.parallelize(model, make_plan(name) if dist.get_rank() == 0 else None)
-    initial = {key: p.detach().clone() for key, p in par.named_parameters()}
-    optimizer = torch.optim.AdamW(par.parameters(), lr=1e-2)
-    losses = []
-    for step, size in enumerate(BATCHES):
-        ids, labels = batch(size, step)
-        if step % 2:
-            loss = par(ids, labels)
-            loss.backward()
-        else:
-            loss = par.step(ids, labels)
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    par.eval()
-    with torch.no_grad():
-        logits = par(batch(8, 99)[0])
+    initial = state_of(par)
+    ways = cycle((step_or_differentiate, call_and_differentiate))  # to a gradient
+    trained = train(par, BATCHES, differentiate=lambda *given: next(ways)(*given))
     return {
         "initial": initial,
-        "final": {key: p.detach() for key, p in par.named_parameters()},
-        "losses": losses,
-        "logits": logits,
+        "trained": trained,
+        "logits": evaluate(par),
         "programs": len(par._compiled),
         "plan": par.plan.to_json(),
     }
 
 
-def train_alone() -> dict[str, Any]:
-    model = make_gpt()
-    initial = {key: p.detach().clone() for key, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step, size in enumerate(BATCHES):
-        loss = model(*batch(size, step))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+def evaluate(model: torch.nn.Module) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
-        logits = model(batch(8, 99)[0])
-    return {"initial": initial, "final": dict(model.named_parameters()), "losses": losses, "logits": logits}
+        logits: torch.Tensor = model(batch(8, 99)[0])
+    return logits
 
 
 @pytest.mark.parametrize("name", ["auto", "tp"])
 @pytest.mark.quick
 def test_four_ranks_train_as_one_process(name: str, run_ranks: RunRanks) -> None:
-    ranks = run_ranks(train, 4, name, time_limit_seconds=240)
-    alone = train_alone()
-    plan = sw.Plan.from_json(ranks[0]["plan"])
+    ranks = run_ranks(train_on_rank, 4, name)
+    model = make_gpt()
+    initial, alone = state_of(model), train(model, BATCHES)
+    logits = evaluate(model)
+    check_ranks([found["trained"] for found in ranks], alone, of_losses=1e-12)
     held = 0
-    for rank, result in enumerate(ranks):
-        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-12)
-        torch.testing.assert_close(result["logits"], alone["logits"], rtol=1e-10, atol=1e-12)
-        assert result["programs"] == 6  # losses of 8, 6 and 5 samples, outputs of 8 and 1, evaluation
-        coordinates = plan.mesh.coordinates(rank)
-        for entry in plan.parameters:
-            layout = parse_layout(entry.layout, plan.mesh)
-            own = shard(alone["initial"][entry.name], layout, coordinates)
-            assert torch.equal(result["initial"][entry.name], own), f"{entry.name} starts differently on rank {rank}"
-            want = shard(alone["final"][entry.name].detach(), layout, coordinates)
-            torch.testing.assert_close(result["final"][entry.name], want, rtol=1e-9, atol=1e-12)
-        held = max(held, sum(p.numel() for p in result["final"].values()))
-    total = sum(p.numel() for p in alone["initial"].values())
+    for rank, found in enumerate(ranks):
+        torch.testing.assert_close(found["logits"], logits, rtol=1e-10, atol=1e-12)
+        assert found["programs"] == 6  # losses of 8, 6 and 5 samples, outputs of 8 and 1, evaluation
+        for key, own in found["initial"].items():
+            part = found["trained"].part_of(key, initial[key])
+            assert torch.equal(own, part), f"{key} starts differently on rank {rank}"
+        held = max(held, sum(x.numel() for x in found["initial"].values()))
+    total = sum(x.numel() for x in initial.values())
     assert held == total if name == "auto" else held < 0.6 * total
 
 
@@ -118,7 +90,7 @@ def collectives_of_a_step() -> tuple[list[tuple[str, str, int]], list[tuple[str,
 
 
 def test_ranks_perform_exactly_the_collectives_that_the_plan_lists(run_ranks: RunRanks) -> None:
-    for forward, backward, text in run_ranks(collectives_of_a_step, 4, time_limit_seconds=240):
+    for forward, backward, text in run_ranks(collectives_of_a_step, 4):
         plan = sw.Plan.from_json(text)
         assert forward == [(c.kind, c.axes, c.num_bytes) for c in plan.collectives()]
         listed = [(c.kind, c.axes, c.num_bytes) for c in plan.collectives(backward=True)]
@@ -143,42 +115,33 @@ def train_on_local_inputs() -> list[float]:
 def test_ranks_may_pass_only_their_part_of_the_batch(run_ranks: RunRanks) -> None:
     model = make_gpt()
     want = [model(*batch(size, size)).item() for size in (8, 4)]
-    for losses in run_ranks(train_on_local_inputs, 4, time_limit_seconds=240):
+    for losses in run_ranks(train_on_local_inputs, 4):
         assert losses == pytest.approx(want, rel=1e-12)
 
 
 def try_bad_input() -> list[str]:
     """On a rank: everything that parallelize and calls refuse; each message."""
-    messages: list[str] = []
-
-    def attempt(action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except sw.ShardwiseError as error:
-            messages.append(f"{type(error).__name__}: {error}")
-        else:
-            messages.append("accepted")
-
     model, plan = make_gpt(), make_plan("tp", 2 * 2)
     rank = dist.get_rank()
-    attempt(lambda: sw.parallelize(model, plan))  # four devices, two ranks
     pair = sw.plan(model, batch(8, 0), sw.Cluster.local(2), search="sharding_propagation")
     other = sw.plan(model, batch(8, 0), sw.Cluster.local(2), mode="stand_alone")
-    attempt(lambda: sw.parallelize(model, pair if rank == 0 else other))
-    attempt(lambda: sw.parallelize(model, None))
-    attempt(lambda: sw.parallelize(torch.nn.Linear(3, 4), pair))
-    attempt(lambda: sw.parallelize(model, "/nowhere/plan.json" if rank == 1 else pair))
-    attempt(lambda: sw.parallelize(model, pair, inputs="whole"))
+    messages = [
+        refusal(lambda: sw.parallelize(model, plan)),  # four devices, two ranks
+        refusal(lambda: sw.parallelize(model, pair if rank == 0 else other)),
+        refusal(lambda: sw.parallelize(model, None)),
+        refusal(lambda: sw.parallelize(torch.nn.Linear(3, 4), pair)),
+        refusal(lambda: sw.parallelize(model, "/nowhere/plan.json" if rank == 1 else pair)),
+        refusal(lambda: sw.parallelize(model, pair, inputs="whole")),
+    ]
     par = sw.parallelize(model, pair)
     ids, labels = batch(8, 0)
-    attempt(lambda: par.step(ids.float(), labels))
-    attempt(lambda: par.step(ids[0], labels))
-    attempt(lambda: par.step(ids))
+    for inputs in ((ids.float(), labels), (ids[0], labels), (ids,)):
+        messages.append(refusal(lambda inputs=inputs: par.step(*inputs)))
     return messages
 
 
 def test_what_ranks_refuse(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(try_bad_input, 2, time_limit_seconds=240)
+    first, second = run_ranks(try_bad_input, 2)
     for messages in (first, second):
         assert "the plan is for 4 devices (Mesh(dp=2, tp=2)); 2 ranks are running" in messages[0]
         assert "ranks disagree on the plan: rank 0 has" in messages[1]

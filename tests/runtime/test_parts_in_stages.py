@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from runtime.staged_model import Staged, staged_batch
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.local_shards import shard
 
-RunRanks = Callable[..., list[Any]]
 BY_COLUMNS = {"layers.*": "n@tp"}
 TOLERANCE = 1e-12  # sums of some hundred terms of about 1 in another order, in float64
 
@@ -62,8 +62,7 @@ def far(par: sw.Parallel, reference: nn.Module, batch: tuple[Tensor, ...], parts
 
 
 def said_of(call: Callable[[], Any]) -> tuple[Any, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         found = call()
     return found, [str(w.message) for w in caught if "gathered" in str(w.message)]
 
@@ -119,7 +118,7 @@ def steps_over_parts(schedule: str, stages: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
 @pytest.mark.sampled(1)
 def test_steps_over_parts_are_those_of_one_device(schedule: str, stages: int, run_ranks: RunRanks) -> None:
-    for found in run_ranks(steps_over_parts, 4, schedule, stages, time_limit_seconds=240.0):
+    for found in run_ranks(steps_over_parts, 4, schedule, stages):
         assert len(found) == 9
         assert max(found.values()) < TOLERANCE, found
 
@@ -153,7 +152,7 @@ def odd_calls() -> dict[str, Any]:
 
 def test_parts_of_other_stages_are_the_same_parts(run_ranks: RunRanks) -> None:
     """Every stage passes the batch, and reads what it needs."""
-    for found in run_ranks(odd_calls, 4, time_limit_seconds=240.0):
+    for found in run_ranks(odd_calls, 4):
         text = found.pop("said")
         assert "ranks 1 and 3 pass different" in text, text
         assert max(found.values()) < TOLERANCE, found
@@ -198,6 +197,6 @@ def different_parts(stages: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_inputs_in_different_parts_are_the_same_samples(stages: int, run_ranks: RunRanks) -> None:
-    for found in run_ranks(different_parts, 4, stages, time_limit_seconds=240.0):
+    for found in run_ranks(different_parts, 4, stages):
         assert len(found) == (6 if stages == 1 else 3)
         assert max(found.values()) < TOLERANCE, found

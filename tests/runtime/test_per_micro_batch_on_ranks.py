@@ -4,7 +4,6 @@ those of gradient accumulation on one device, written by hand."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from models.test_models_on_ranks import widened
 from programs.test_per_micro_batch import COEF, made
 from runtime.interpreted import interpret_section
+from runtime.training import Trained, check_close, state_of, train
 from shardwise.planning import execute
 from shardwise.plans import micro_batch_search
 from shardwise.runtime import compiled, program_cache
 
-RunRanks = Callable[..., list[Any]]
 STEPS = 3
 SIZES = ((2, 2, 2, 2), (2, 2, 2, 2), (2, 2, 2, 1))
 ALONE = {"mode": "data_parallel"}
@@ -44,38 +44,39 @@ FOUR: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def batch(model: str, step: int) -> tuple[Tensor, ...]:
-    inputs = made(model)[1]
-    draw = torch.Generator().manual_seed(step)
-    rows = torch.randperm(len(inputs[0]), generator=draw)
-    shuffled = tuple(x[rows] for x in inputs)
-    return tuple(x.double() if x.is_floating_point() else x for x in shuffled)
+def batches(model: str) -> list[tuple[Tensor, ...]]:
+    """The samples of a model in another order in every step, of the last step one fewer."""
+    inputs, found = made(model)[1], []
+    for step, sizes in enumerate(SIZES):
+        rows = torch.randperm(len(inputs[0]), generator=torch.Generator().manual_seed(step))[: sum(sizes)]
+        found.append(tuple(x[rows].double() if x.is_floating_point() else x[rows] for x in inputs))
+    return found
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.05)
 
 
-def by_hand(model: str) -> tuple[list[float], dict[str, Tensor]]:
-    module = made(model)[0].double()
-    optimizer, losses = optimizer_of(module), []
-    for step, sizes in enumerate(SIZES):
-        inputs = tuple(x[: sum(sizes)] for x in batch(model, step))
+def by_hand(model: str) -> Trained:
+    """Accumulate gradients on one device."""
+    sizes = iter(SIZES)
+
+    def differentiate(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         loss = module(*inputs)["main"]
-        for parts in zip(*(x.split(sizes) for x in inputs), strict=True):
-            loss = loss + COEF * module(*parts)["balance"] * (len(parts[0]) / sum(sizes))
+        for parts in zip(*(x.split(own) for own in [next(sizes)] for x in inputs), strict=True):
+            loss = loss + COEF * module(*parts)["balance"] * (len(parts[0]) / len(inputs[0]))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, {name: p.detach().clone() for name, p in module.named_parameters()}
+        return loss.detach()
+
+    module = made(model)[0].double()
+    return train(module, batches(model), optimizer_of(module), differentiate=differentiate)
 
 
 def folder_of(case: str) -> str:
     return case.replace(", ", "-").replace(" ", "-")
 
 
-def train(folder: Path, cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]]) -> dict[str, list[float]]:
+def train_on_rank(folder: Path, cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]]) -> dict[str, list[float]]:
     compiled.compile_with_inductor = interpret_section
     warnings.simplefilter("ignore")
     found = {}
@@ -84,16 +85,12 @@ def train(folder: Path, cases: dict[str, tuple[str, dict[str, Any], dict[str, An
         module = module.double()
         with widened(execute), widened(micro_batch_search), widened(program_cache):
             plan = sw.plan(
-                module, batch(model, 0), dist.get_world_size(), micro_batch=2, per_micro_batch=terms, **settings
+                module, batches(model)[0], dist.get_world_size(), micro_batch=2, per_micro_batch=terms, **settings
             ).plan
             par = sw.parallelize(module, sw.Plan.from_json(plan.to_json()), **options)
-            optimizer, losses = optimizer_of(par), []
-            for step, sizes in enumerate(SIZES):
-                losses.append(par.step(*(x[: sum(sizes)] for x in batch(model, step))).item())
-                optimizer.step()
-                optimizer.zero_grad()
+            optimizer = optimizer_of(par)
+            found[case] = train(par, batches(model), optimizer).losses
             sw.save_checkpoint(folder / folder_of(case), par, optimizer, step=1)
-        found[case] = losses
     return found
 
 
@@ -104,14 +101,11 @@ def train(folder: Path, cases: dict[str, tuple[str, dict[str, Any], dict[str, An
 def test_ranks_train_as_gradient_accumulation_by_hand(
     run_ranks: RunRanks, tmp_path: Path, count: int, cases: Any
 ) -> None:
-    ranks = run_ranks(train, count, tmp_path, cases)
+    ranks = run_ranks(train_on_rank, count, tmp_path, cases)
     for case, (model, *_) in cases.items():
-        losses, parameters = by_hand(model)
+        alone = by_hand(model)
         for rank, found in enumerate(ranks):
-            assert found[case] == pytest.approx(losses, rel=1e-10), (case, rank)
+            assert found[case] == pytest.approx(alone.losses, rel=1e-10), (case, rank)
         module = made(model)[0].double()
         sw.load_checkpoint(tmp_path / folder_of(case), module)
-        for name, parameter in module.named_parameters():
-            torch.testing.assert_close(
-                parameter.detach(), parameters[name], rtol=1e-9, atol=1e-11, msg=f"{case}, {name}"
-            )
+        check_close(state_of(module), alone.state, rtol=1e-9, atol=1e-11, what=case)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline_simulation import simulate_pipeline
 from shardwise.plans.quantities import format_seconds
 from shardwise.plans.schedule import SCHEDULES, order_of
-
-RunRanks = Callable[..., list[Any]]
 
 
 def profiled(path: str, num_ranks: int, schedule: str, stages: int, how: dict[str, str]) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def test_actions_and_operators_are_measured(
     num_ranks: int, schedule: str, stages: int, how: dict[str, str], run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "trace.json")
-    answers = run_ranks(profiled, num_ranks, path, num_ranks, schedule, stages, how, time_limit_seconds=240.0)
+    answers = run_ranks(profiled, num_ranks, path, num_ranks, schedule, stages, how)
     for found in answers:
         assert found == answers[0], "all ranks have the same"
         assert f"in {stages} stages, {schedule}" in found["text"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from models import zoo_transformers
 from models.tiny_models import gpt2, llama, resnet, vit
 from raising import raises
@@ -124,13 +125,17 @@ def check_step(
     wanted, _ = reference(*batch)
     wanted.backward()
     assert loss is None or abs(float(loss - wanted)) < TOLERANCE
+    check_gradients(par, reference, scale)
+    return loss
+
+
+def check_gradients(par: sw.Parallel, reference: torch.nn.Module, scale: float = 1.0) -> None:
     gradients = {name: p.grad for name, p in reference.named_parameters()}
     for name, parameter in par.named_parameters():
         want, have = gradients[name], parameter.grad
         assert want is not None
         assert have is not None
         assert float((have / scale - want).abs().max()) < TOLERANCE, name
-    return loss
 
 
 def check_calls(par: sw.Parallel, reference: torch.nn.Module) -> None:
@@ -141,7 +146,7 @@ def check_calls(par: sw.Parallel, reference: torch.nn.Module) -> None:
     with (
         pytest.warns(sw.errors.PlanWarning, match="2 stages needs 2 micro-batches")
         if dist.get_rank() == 0
-        else no_warning()
+        else nullcontext()
     ):
         par.step(*staged_batch(2))
     par.zero_grad()
@@ -166,9 +171,7 @@ def check_accumulated(par: sw.Parallel, reference: torch.nn.Module) -> None:
         par.step(*batch)
         loss, _ = reference(*batch)
         loss.backward()
-    want = {name: p.grad for name, p in reference.named_parameters()}
-    for name, parameter in par.named_parameters():
-        assert float((parameter.grad - want[name]).abs().max()) < TOLERANCE, name
+    check_gradients(par, reference)
     par.zero_grad()
 
 
@@ -216,9 +219,7 @@ def check_dropout(schedule: str, stages: int) -> None:
         assert abs(float(own) - float(alone)) < TOLERANCE
         losses.append(float(own))
     assert losses[0] != losses[1], "other numbers in every call"
-    want = dict(pars[1].named_parameters())
-    for name, parameter in pars[0].named_parameters():
-        assert float((parameter.grad - want[name].grad).abs().max()) < TOLERANCE, name
+    check_gradients(*pars)
 
 
 ALONE = {"mode": "stand_alone"}
@@ -254,14 +255,6 @@ def check_scaled(par: sw.Parallel, reference: torch.nn.Module) -> None:
     par.zero_grad()
 
 
-class no_warning:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
 def check_solved(par: sw.Parallel, reference: torch.nn.Module) -> None:
     """A place did what the plan's order says; a batch of another size runs in an order for any."""
     (ready,) = par._ready.values()
@@ -270,7 +263,7 @@ def check_solved(par: sw.Parallel, reference: torch.nn.Module) -> None:
     says = pytest.warns(
         sw.errors.PlanWarning, match="of 4 micro-batches, and there are 3: such a step runs as ZBVZeroBubble"
     )
-    with says if dist.get_rank() == 0 else no_warning():
+    with says if dist.get_rank() == 0 else nullcontext():
         assert check_step(par, reference, staged_batch(6, seed=3)) is not None
 
 
@@ -298,8 +291,8 @@ NAMES = ["1F1B", "ZBVZeroBubble", "Solved"]
         pytest.param(["Interleaved1F1B:3", "LoopedBFS:3"], marks=pytest.mark.long),
     ],
 )
-def test_every_schedule_trains_as_one_device_does(names: list[str], run_ranks: Callable[..., list[Any]]) -> None:
-    for found in run_ranks(with_schedules, 2, names, time_limit_seconds=400.0):
+def test_every_schedule_trains_as_one_device_does(names: list[str], run_ranks: RunRanks) -> None:
+    for found in run_ranks(with_schedules, 2, names):
         assert list(found) == names
         assert max(found.values()) < TOLERANCE, found
 
@@ -340,10 +333,10 @@ def trains(name: str, options: dict[str, Any]) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "zero"), [("gpt2", 1), ("gpt2", 2), ("llama", 1), ("t5", 2)])
-def test_pipeline_by_data_parallel_with_zero(name: str, zero: int, run_ranks: Callable[..., list[Any]]) -> None:
+def test_pipeline_by_data_parallel_with_zero(name: str, zero: int, run_ranks: RunRanks) -> None:
     """Two stages, each on two ranks that store parameters in parts: gathered once a step, or in every micro-batch."""
     options = {"stages": 2, "micro_batch": 2, "mode": "data_parallel", "mesh": sw.Mesh(dp=2), "zero": zero}
-    found = max(run_ranks(trains, 4, name, options, time_limit_seconds=500.0))
+    found = max(run_ranks(trains, 4, name, options))
     assert found < (1e-6 if name == "t5" else 1e-9)
 
 
@@ -352,7 +345,7 @@ CASES = [*TINY, "gpt2 and its head", "llama and its head"]
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_pipeline_by_data_by_tensor_parallel(case: str, run_ranks: Callable[..., list[Any]]) -> None:
+def test_pipeline_by_data_by_tensor_parallel(case: str, run_ranks: RunRanks) -> None:
     """Two stages of 2 x 2 ranks. The statistics of a residual network are those of a micro-batch in both runs. Heads
     that are split sum the losses of transformers, which are in float32, in another order."""
     name, _, with_head = case.partition(" and ")
@@ -368,4 +361,4 @@ def test_pipeline_by_data_by_tensor_parallel(case: str, run_ranks: Callable[...,
         "in_float32": in_float32(name) or bool(with_head),
     }
     bound = 1e-6 if options["in_float32"] else 1e-9
-    assert max(run_ranks(trains, 8, name, options, time_limit_seconds=580.0)) < bound
+    assert max(run_ranks(trains, 8, name, options)) < bound

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -10,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
+from raising import message
 from shardwise.errors import LayoutError
 from shardwise.graph.ir import Graph
 from shardwise.layouts.placement import Placement
@@ -20,7 +21,6 @@ from shardwise.runtime.messages import Purpose
 from shardwise.runtime.torch_schedules import position_groups
 from shardwise.runtime.transit import stages
 
-RunRanks = Callable[..., list[Any]]
 EMPTY = Graph((), (), (), ())
 PLACES = (
     Placement(sw.Mesh(dp=2), (0, 2)),
@@ -38,10 +38,7 @@ def sums_among_ranks() -> list[Any]:
     for place, communicator in zip(PLACES, communicators, strict=True):
         (axis,) = place.mesh.sub_axes
         if not communicator.coordinates:
-            try:
-                communicator.group((axis,))
-            except LayoutError as error:
-                found.append(str(error))
+            found.append(message(lambda own=communicator, axis=axis: own.group((axis,)), LayoutError))
             continue
         moves = redistribute(
             parse_layout(f"[2] partial(sum@{axis})", place.mesh), parse_layout("[2]", place.mesh), differentiable=False

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from runtime.mixed_models import (
     BF16,
     FP16,
@@ -28,7 +29,6 @@ from runtime.mixed_models import (
 from shardwise.runtime import messages
 from shardwise.runtime.local_shards import shard
 
-RunRanks = Callable[..., list[Any]]
 TIGHT = sw.Precision(compute=FP32, parameter=FP64, reduce=FP64)
 MIXED = sw.Precision(compute=BF16, parameter=FP32, reduce=FP32)
 
@@ -105,8 +105,9 @@ def part_of(tensors: dict[str, torch.Tensor], plan: sw.Plan) -> dict[str, torch.
         pytest.param("convolutions", "zero", 2, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.sampled(2)
 def test_ranks_train_as_one_device_that_casts_once_a_step(name: str, way: str, ranks: int, run_ranks: RunRanks) -> None:
-    results = run_ranks(train, ranks, name, TIGHT, way, time_limit_seconds=240)
+    results = run_ranks(train, ranks, name, TIGHT, way)
     alone = trained_alone(name, TIGHT)
     for rank, found in enumerate(results):
         own, expected = whole(results, rank, alone)
@@ -118,11 +119,11 @@ def test_ranks_train_as_one_device_that_casts_once_a_step(name: str, way: str, r
 
 
 @pytest.mark.parametrize(("name", "way", "ranks"), [("gpt", "zero", 2), ("llama", "dp", 2), ("gpt", "tp", 4)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_in_bfloat16_ranks_differ_by_its_rounding(name: str, way: str, ranks: int, run_ranks: RunRanks) -> None:
     """How far rounding moves one device is seen by changing what it computes with by a unit in the last place; a sum
     over devices is rounded once more for each of them."""
-    results = run_ranks(train, ranks, name, MIXED, way, time_limit_seconds=240)
+    results = run_ranks(train, ranks, name, MIXED, way)
     alone, unit = trained_alone(name, MIXED), torch.finfo(BF16).eps
     disturbed = [trained_alone(name, MIXED, off=unit, seed=seed) for seed in range(5)]
     for rank, found in enumerate(results):
@@ -146,7 +147,7 @@ def test_parameters_are_gathered_as_computed_and_gradients_reduced_as_asked(run_
         sw.Precision(parameter=FP64, reduce=BF16): (FP32, BF16),
     }
     runs = [*(("llama", precision, "zero") for precision in wanted), ("gpt", MIXED, "dp")]
-    for *parted, replicated in run_ranks(sent_in, 2, runs, time_limit_seconds=240):
+    for *parted, replicated in run_ranks(sent_in, 2, runs):
         for sent, (gathered, reduced) in zip(parted, wanted.values(), strict=True):
             kinds = {kind: {dtype for one, dtype in sent if one == kind} for kind, _ in sent}
             assert kinds["all_gather"] == {gathered}
@@ -189,7 +190,7 @@ class Twice(torch.nn.Module):
 
 
 def test_a_module_in_another_dtype_is_converted_and_keeps_its_values(run_ranks: RunRanks) -> None:
-    for found in run_ranks(converted, 2, time_limit_seconds=240):
+    for found in run_ranks(converted, 2):
         assert found["kept"]
         assert found["loaded"]
         dtypes = found["dtypes"]
@@ -221,5 +222,5 @@ def scaled() -> list[tuple[float, bool, bool]]:
 
 
 def test_ranks_agree_that_a_step_is_skipped(run_ranks: RunRanks) -> None:
-    for found in run_ranks(scaled, 2, time_limit_seconds=240):
+    for found in run_ranks(scaled, 2):
         assert found == [(1024.0, True, True), (512.0, True, False), (512.0, True, True)]

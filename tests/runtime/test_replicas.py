@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,19 +11,20 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from runtime.edges import message
+from launch.gloo_ranks import RunRanks
+from raising import message
 from runtime.interpreted import interpret_section
 from runtime.small_gpt import batch, make_gpt, make_plan
+from runtime.training import Trained, call_and_differentiate, check_close, step_or_differentiate, train
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.text import parse_layout
 from shardwise.runtime import compiled
+from shardwise.runtime.observe import Half, Observer
 from shardwise.runtime.replicas import Fingerprint, _leaders
-
-RunRanks = Callable[..., list[Any]]
-
 
 # ------------------------------------------------------------------------------------------------------- fingerprints
 
@@ -117,6 +118,15 @@ def nudged(tensor: torch.Tensor) -> torch.Tensor:
     return changed
 
 
+def test_an_error_of_an_observed_operator_is_told_as_it_is() -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(operator.truediv, (graph.placeholder("x"), 0)))
+    nothing: Any = None
+    half = Half(fx.GraphModule(nn.Module(), graph), nothing, nothing, "forward", False)
+    with pytest.raises(ZeroDivisionError, match=r"^float division by zero$"):
+        half.run(Observer(), 1.0)
+
+
 def break_copies() -> dict[str, str]:
     """On a rank of Mesh(dp=2, tp=2): what is said about everything that goes wrong on rank 3."""
     plan, wrong = make_plan("tp") if dist.get_rank() == 0 else None, dist.get_rank() == 3
@@ -152,7 +162,7 @@ def break_copies() -> dict[str, str]:
 
 
 def test_what_differs_first_is_named_on_every_rank(run_ranks: RunRanks) -> None:
-    found, *others = run_ranks(break_copies, 4, time_limit_seconds=120)
+    found, *others = run_ranks(break_copies, 4)
     assert all(other == found for other in others)
     for untouched in ("nothing", "nothing, local", "evaluation"):
         assert found[untouched] == ""
@@ -174,43 +184,33 @@ def test_what_differs_first_is_named_on_every_rank(run_ranks: RunRanks) -> None:
     assert "check_replicas is the number of training calls between checks, not -1" in found["setting"]
 
 
-def train_with_and_without() -> dict[str, Any]:
-    """On a rank of Mesh(dp=2, tp=2): the same steps, never checked, always, and in two of four."""
+def train_with_and_without() -> dict[str, tuple[list[Trained], list[str]]]:
+    """On a rank of Mesh(dp=2, tp=2): the same steps, never checked, always, and in two of four, and the comparisons."""
     plan = make_plan("tp") if dist.get_rank() == 0 else None
-    found: dict[str, Any] = {}
+    found = {}
     for every in (None, 1, 3):
         par = sw.parallelize(make_gpt(), plan, check_replicas=every)
-        counted = par._replicas.compare if par._replicas else None
         comparisons: list[str] = []
         if par._replicas is not None:
+            counted = par._replicas.compare
             par._replicas.compare = lambda *args, c=counted, to=comparisons: (to.append(args[-1]), c(*args))
         optimizer = torch.optim.AdamW(par.parameters(), lr=1e-2)
-        losses, grads = [], []
-        for step in range(4):
-            ids, labels = batch(8, step)
-            if step % 2:
-                loss = par(ids, labels)
-                loss.backward()
-            else:
-                loss = par.step(ids, labels)
-            losses.append(loss.item())
-            grads.append([p.grad.clone() for p in par.parameters()])
-            optimizer.step()
-            optimizer.zero_grad()
-        found[str(every)] = (losses, grads, comparisons)
+        ways = (step_or_differentiate, call_and_differentiate) * 2
+        steps = [train(par, [batch(8, step)], optimizer, differentiate=way) for step, way in enumerate(ways)]
+        found[str(every)] = steps, comparisons
     return found
 
 
 def test_a_checked_step_has_the_bits_of_an_unchecked_one(run_ranks: RunRanks) -> None:
-    for found in run_ranks(train_with_and_without, 4, time_limit_seconds=120):
-        losses, grads, comparisons = found["None"]
+    for found in run_ranks(train_with_and_without, 4):
+        steps, comparisons = found["None"]
         assert comparisons == []
-        assert found["1"][2] == ["forward", "backward"] * 4
-        assert found["3"][2] == ["forward", "backward"] * 2
+        assert found["1"][1] == ["forward", "backward"] * 4
+        assert found["3"][1] == ["forward", "backward"] * 2
         for every in ("1", "3"):
-            assert found[every][0] == losses
-            for own, expected in zip(found[every][1], grads, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
+            for own, expected in zip(found[every][0], steps, strict=True):
+                assert own.losses == expected.losses
+                check_close(own.gradients, expected.gradients, rtol=0.0, atol=0.0, what=every)
 
 
 class Noisy(torch.nn.Module):
@@ -250,7 +250,7 @@ def train_noisily() -> dict[str, Any]:
 
 
 def test_random_masks_and_running_statistics_agree_unless_the_seeds_do_not(run_ranks: RunRanks) -> None:
-    for found in run_ranks(train_noisily, 2, time_limit_seconds=120):
+    for found in run_ranks(train_noisily, 2):
         assert len(set(found["plain"])) == 3  # every call has its own masks
         assert found["checked"] == found["plain"]
         assert torch.equal(found["checked mean"], found["plain mean"])

@@ -17,8 +17,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm  # before shardwise c
 
 import shardwise as sw
 from launch.gloo_ranks import run_on_ranks
-from raising import raises
-from runtime.edges import FIELDS, Counted, Ranks, batch, gradients, make, refusal, restore, split
+from raising import raises, refusal
+from runtime.edges import FIELDS, Counted, Ranks, batch, gradients, make, restore, split
 from shardwise.runtime.guards import protect as guards
 from shardwise.runtime.guards.norms import _combine
 from shardwise.runtime.local_shards import shard
@@ -93,6 +93,7 @@ def clip_on_ranks(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", FIELDS)
+@pytest.mark.sampled(2)
 def test_norms_and_clipped_gradients_are_those_of_one_device(kind: str, ranks: Ranks) -> None:
     alone = clip_alone()
     model = make()

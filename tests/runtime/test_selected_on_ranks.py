@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 import shardwise as sw
 from graph.test_selected import CASES, Model
+from launch.gloo_ranks import RunRanks
 
 NAMES = ("cross entropy", "quotient", "experts", "put back")
 X = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -40,5 +39,5 @@ def on_rank() -> list[str]:
     return wrong
 
 
-def test_selected_rows_on_ranks_are_those_of_one_device(run_ranks: Callable[..., Any]) -> None:
-    assert run_ranks(on_rank, 2, time_limit_seconds=240) == [[], []]
+def test_selected_rows_on_ranks_are_those_of_one_device(run_ranks: RunRanks) -> None:
+    assert run_ranks(on_rank, 2) == [[], []]

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
+from raising import message
 from runtime.staged_model import Staged, staged_batch
 from runtime.test_pipelines_on_ranks import own_stages
-from runtime.test_replicas import Nudge, message, nudged
+from runtime.test_replicas import Nudge, nudged
 from shardwise.plans.schedule import SCHEDULES
 from shardwise.runtime.local_shards import shard
 
@@ -93,8 +93,8 @@ def check_gradients(par: sw.Parallel, reference: torch.nn.Module, batch: tuple[t
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 @pytest.mark.sampled(1)
-def test_what_differs_in_a_stage_is_named_on_every_rank(schedule: str, run_ranks: Callable[..., list[Any]]) -> None:
-    found, *others = run_ranks(break_stages, 4, schedule, time_limit_seconds=200)
+def test_what_differs_in_a_stage_is_named_on_every_rank(schedule: str, run_ranks: RunRanks) -> None:
+    found, *others = run_ranks(break_stages, 4, schedule)
     assert all(other == found for other in others)
     for untouched in ("nothing", "every second step", "evaluation"):
         assert found[untouched] == ""

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
+from raising import refusal
 
 # Sums of at most 8 rows and 12 columns of float64 in another order, over three steps.
 ROUNDING = 1e-13
@@ -97,16 +99,16 @@ def trained(stages: int | None) -> dict[str, Any]:
     }
 
 
-def test_modes_and_groups_by_class_are_those_of_one_device(run_ranks: Callable[..., Any]) -> None:
-    for found in run_ranks(trained, 2, None, time_limit_seconds=240):
+def test_modes_and_groups_by_class_are_those_of_one_device(run_ranks: RunRanks) -> None:
+    for found in run_ranks(trained, 2, None):
         assert max(found["errors"]) < ROUNDING
         assert found["modes"]
         assert found["frozen"]
         assert found["trained"] == 4
 
 
-def test_so_they_are_under_stages(run_ranks: Callable[..., Any]) -> None:
-    for found in run_ranks(trained, 2, 2, time_limit_seconds=240):
+def test_so_they_are_under_stages(run_ranks: RunRanks) -> None:
+    for found in run_ranks(trained, 2, 2):
         assert max(found["errors"]) < ROUNDING
         assert found["modes"]
         assert found["frozen"]
@@ -123,8 +125,7 @@ class Taken(nn.Module):
 
 
 def said(action: Callable[[], Any]) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", sw.errors.PlanWarning)
+    with warnings.catch_warnings(action="error", category=sw.errors.PlanWarning):
         try:
             action()
         except (sw.ShardwiseError, sw.errors.PlanWarning) as error:
@@ -163,11 +164,70 @@ def what_is_said() -> dict[str, str]:
     return found
 
 
-def test_what_is_added_is_announced_and_names_that_are_taken_are_refused(run_ranks: Callable[..., Any]) -> None:
-    for found in run_ranks(what_is_said, 2, time_limit_seconds=240):
+def test_what_is_added_is_announced_and_names_that_are_taken_are_refused(run_ranks: RunRanks) -> None:
+    for found in run_ranks(what_is_said, 2):
         for name in ("step", "plan", "latest"):
             assert found[name].startswith(f"PlanError: parameters or buffers of the module are called {name}")
         for name in ("a module", "a module in a part", "a parameter", "a buffer"):
             assert "was added to the stand-in of a" in found[name], found[name]
         assert "Backbone overrides train()" in found["a mode of a part with its own"]
         assert found["weight"] == found["a value"] == found["a mode"] == "nothing"
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.blocks = 4, nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x).square().mean()
+
+
+def looked_at() -> dict[str, Any]:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    net = Named()
+    plan = sw.plan(net, x, 2, mesh=sw.Mesh(tp=2), strategies={"blocks.*": "n@tp", "head": "k@tp"})
+    par = sw.parallelize(net, plan)
+    copied = copy.deepcopy(par)
+    return {
+        "text": repr(par),
+        "numbers": (par.heads, par.head.in_features, copied.heads),
+        "absent": [hasattr(par, "nothing"), hasattr(par, "embed"), getattr(par, "module", None)],
+        **{name: refusal(call) for name, call in {
+            "embed": lambda: par.embed(x), "module": lambda: par.module,
+        }.items()},
+        "loss": float(par(x)),
+    }  # fmt: skip
+
+
+TEXT = """
+Parallel(Named on Mesh(tp=2), rank 1 with 300 B
+  (blocks): ModuleList(
+    (0-2): 3 x Linear(
+      weight: f32[6@tp, 6], here [3, 6]
+      bias: f32[6@tp], here [3]
+    )
+  )
+  (head): Linear(
+    weight: f32[3, 6@tp], here [3, 3]
+    bias: f32[3]
+  )
+)
+""".strip()
+
+
+def test_a_parallel_module_prints_its_layouts_and_names_what_it_does_not_have(run_ranks: RunRanks) -> None:
+    _, found = run_ranks(looked_at, 2)
+    assert found["text"] == TEXT
+    assert found["numbers"] == (4, 6, 4)
+    assert found["absent"] == [False, False, None]
+    assert found["embed"].startswith("ModelAttributeError: embed is an attribute of the Named that was parallelized")
+    assert "par(x, embed=True)" in found["embed"]
+    assert "leave .module out" in found["module"]

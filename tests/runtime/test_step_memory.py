@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.errors import ShardwiseError
+from launch.gloo_ranks import RunRanks
+from raising import message
 from shardwise.graph.switches import CallCache
 
 TOLERANCE = 1e-12  # float64: sums of at most 24 terms of size 1, in another order on two ranks
@@ -93,11 +94,7 @@ def on_ranks() -> dict[str, Any]:
             _, par = made(lambda last=last: Delivers(last), x[:1], **summed)
             out = par(x)
             apply(out)
-            try:
-                out.sum().backward()
-                seen[f"{name}, {change}"] = "no error"
-            except ShardwiseError as error:
-                seen[f"{name}, {change}"] = str(error)
+            seen[f"{name}, {change}"] = message(lambda out=out: out.sum().backward())
     # And of these it does not: as on one device.
     for name, last in {"the product": lambda h: h, "sin": torch.sin}.items():
         for change, apply in changes.items():
@@ -120,8 +117,7 @@ def on_ranks() -> dict[str, Any]:
         unknown,
         mock.patch("shardwise.programs.vjp._TracedKernels.backward", side_effect=RuntimeError("no such kernel")),
     ):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             model, par = made(Several, x)
             for _ in range(2):
                 for module in (model, par):
@@ -132,7 +128,7 @@ def on_ranks() -> dict[str, Any]:
     return seen
 
 
-def test_what_a_step_has_made_is_its_receivers(run_ranks: Callable[..., list[Any]]) -> None:
+def test_what_a_step_has_made_is_its_receivers(run_ranks: RunRanks) -> None:
     for rank, seen in enumerate(run_ranks(on_ranks, 2)):
         assert len(seen["announced"]) == (rank == 0)  # once, though it is called twice
         assert all("aten.tanh" in text and "no such kernel" in text for text in seen["announced"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardwise as sw
-from runtime.edges import batch, make, refusal
+from launch.gloo_ranks import RunRanks
+from raising import refusal
+from runtime.edges import batch, make
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.guards.dcp import optimizer_states
 from shardwise.runtime.guards.registry import ShardRecord
 
-RunRanks = Callable[..., list[Any]]
 WHOLE = StateDictOptions(full_state_dict=True)
 LENIENT = StateDictOptions(full_state_dict=True, strict=False)  # a parameter is not used, and has no state
 ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -215,7 +215,7 @@ def _own_part(par: sw.Parallel, optimizer: torch.optim.Optimizer, file: str) -> 
 
 
 def test_torchs_checkpoints_hold_global_tensors(run_ranks: RunRanks, tmp_path: Any) -> None:
-    for found in run_ranks(right_on_ranks, 2, str(tmp_path), time_limit_seconds=240):
+    for found in run_ranks(right_on_ranks, 2, str(tmp_path)):
         assert "a view of this rank's shard of up.weight" in found.pop("a view")
         assert "copies tensors without their position" in found.pop("a copying writer")
         assert "stores one chunk per name and rank, but ranks hold several chunks of qkv.weight" in found.pop(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,11 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
+from proving import prove
 from runtime.small_gpt import TENSOR_PARALLEL, batch, make_gpt
+from runtime.training import Trained, check_close, train
+from search.small_models import Chain
 from shardwise.programs import moves
 from shardwise.runtime.transit import Departing
 
-RunRanks = Callable[..., list[Any]]
 Record = list[tuple[str, str, int]]
 
 
@@ -64,7 +66,7 @@ LARGER = pytest.param(sw.Mesh(dp=2, tp=2), marks=pytest.mark.long)
 def test_buckets_change_the_number_of_messages_and_no_gradient(mesh: sw.Mesh, run_ranks: RunRanks) -> None:
     """A sum of two numbers does not depend on where in a message they stand: over an axis of two not a bit differs. The
     last norm is reduced over both axes: four summands, whose order does."""
-    for big, small, none in run_ranks(with_and_without_buckets, mesh.num_devices, mesh, time_limit_seconds=180):
+    for big, small, none in run_ranks(with_and_without_buckets, mesh.num_devices, mesh):
         for losses, gradients, _ in (big, small):
             assert losses == none[0]
             assert gradients.keys() == none[1].keys()
@@ -90,26 +92,15 @@ def over_four() -> list[Any]:
 
 
 def test_over_more_ranks_only_the_order_of_additions_differs(run_ranks: RunRanks) -> None:
-    for big, none in run_ranks(over_four, 4, time_limit_seconds=180):
+    for big, none in run_ranks(over_four, 4):
         assert big[0] == pytest.approx(none[0], rel=1e-15)
         for name, gradient in big[1].items():
             assert_close_as_sums(gradient, none[1][name], name)
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
-def make_mlp() -> Mlp:
+def make_mlp() -> Chain:
     torch.manual_seed(0)
-    return Mlp().double()
+    return Chain(4, 8, bias=True, act=torch.tanh).double()
 
 
 X = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -148,7 +139,7 @@ def gathered() -> tuple[Any, ...]:
     backward = recorded(par)
     transit = [n.target for n in par.program().graph.nodes if n.op == "call_module" and "linear" not in str(n.target)]
     gradients = {name: p.grad for name, p in par.named_parameters()}
-    buffers = [len(m.transit.message.parcels) for m in par.program().modules() if isinstance(m, Departing)]
+    buffers = [len(m.message.parcels) for m in par.program().modules() if isinstance(m, Departing)]
     return loss.item(), gradients, forward, backward, [str(name).split("_")[0] for name in transit], buffers
 
 
@@ -156,8 +147,7 @@ def test_parameters_stored_in_shards_are_gathered_in_buckets_before_they_are_nee
     model = make_mlp()
     loss = model(X)
     loss.backward()
-    report = sw.verify(make_mlp(), X, stored_in_shards())
-    assert report.ok, str(report)
+    prove(make_mlp(), X, stored_in_shards())
     for rank, (shared, alone) in enumerate(run_ranks(gather_parameters, 2)):
         for own, gradients, forward, backward, transit, _ in (shared, alone):
             assert own == pytest.approx(loss.item(), rel=1e-14)
@@ -175,30 +165,20 @@ def test_parameters_stored_in_shards_are_gathered_in_buckets_before_they_are_nee
             assert torch.equal(gradient, alone[1][name]), name
 
 
-def compiled_and_not(mesh: sw.Mesh) -> list[Any]:
+def compiled_and_not(mesh: sw.Mesh) -> list[Trained]:
     strategies = {"layers.0": "n@tp"} if "tp" in dict(mesh.axes) else None
     plan = sw.plan(make_mlp(), X, 2, mesh=mesh, search="sharding_propagation", strategies=strategies)
-    found = []
-    for choice in (False, True):
-        par = sw.parallelize(make_mlp(), plan, compile=choice)
-        optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
-        losses = []
-        for _ in range(3):
-            losses.append(par.step(X).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append((losses, {name: p.detach() for name, p in par.named_parameters()}))
-    return found
+    pars = [sw.parallelize(make_mlp(), plan, compile=choice) for choice in (False, True)]
+    return [train(par, [(X,)] * 3, torch.optim.SGD(par.parameters(), lr=0.1)) for par in pars]
 
 
 @pytest.mark.parametrize("mesh", [sw.Mesh(dp=2), sw.Mesh(tp=2)], ids=str)
 @pytest.mark.sampled(1)
 def test_torch_compile_computes_the_same(mesh: sw.Mesh, run_ranks: RunRanks) -> None:
     """Fused kernels round a tanh and a sum differently: 1e-12 of float64 after three steps."""
-    for (eager, parameters), (compiled, others) in run_ranks(compiled_and_not, 2, mesh, time_limit_seconds=400):
-        assert compiled == pytest.approx(eager, rel=1e-12)
-        for name, parameter in parameters.items():
-            torch.testing.assert_close(others[name], parameter, rtol=1e-12, atol=1e-14)
+    for eager, compiled in run_ranks(compiled_and_not, 2, mesh):
+        assert compiled.losses == pytest.approx(eager.losses, rel=1e-12)
+        check_close(compiled.state, eager.state, rtol=1e-12, atol=1e-14, what="compiled")
 
 
 def frozen_and_unused() -> list[str]:

@@ -7,7 +7,6 @@ import copy
 import io
 import pickle
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -18,11 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from shardwise.runtime.lazy_gather import LazyTensor
 from shardwise.runtime.local_shards import shard
 
-RunRanks = Callable[..., list[Any]]
 SIZE, CLASSES, BATCH = 16, 24, 8
 
 
@@ -208,7 +207,7 @@ def test_what_is_read_is_what_one_device_has(run_ranks: RunRanks) -> None:
         sw.plan(model, batch, 2, mesh=sw.Mesh(tp=2), strategies={"hidden": "n@tp", "head": "n@tp"}),
         sw.plan(model, batch, 2, mesh=sw.Mesh(tp=2), strategies={"hidden": "n@tp", "head": "k@tp"}),
     ]
-    for kinds in run_ranks(compared, 2, [plan.to_json() for plan in plans], time_limit_seconds=120):
+    for kinds in run_ranks(compared, 2, [plan.to_json() for plan in plans]):
         assert set(kinds) == {"Tensor LazyTensor LazyTensor LazyTensor Tensor"}  # the loss and sums are scalars
     assert "3.56 KiB deliver outputs to the caller (/tanh 2 KiB, head/add 1.5 KiB, /argmax 64 B)" in str(plans[0])
     for sent, said, text, alone in run_ranks(unread, 2, plans[1].to_json()):

@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import functional as F
 
 import shardwise as sw
-from runtime.edges import refusal
+from launch.gloo_ranks import RunRanks
+from raising import message, refusal
 from runtime.test_torch_checkpoints import COPIED, FROM_RANK_0, ON_RANK_0, WHOLE, equal
+from runtime.training import train
 
-RunRanks = Callable[..., list[Any]]
 FLAT = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "stages": (2, {"stages": 2, "micro_batch": 2, "global_batch": 8}),
@@ -97,20 +98,14 @@ def split(options: dict[str, Any], steps: int) -> tuple[Any, torch.optim.Optimiz
         plan = sw.plan(make(), batch(0), size, search="sharding_propagation", **options)
     par = sw.parallelize(make(), plan, compile=False)
     optimizer = optimizer_of(par)
-    for step in range(steps):
-        par.step(*batch(step))
-        optimizer.step()
-        optimizer.zero_grad()
+    train(par, map(batch, range(steps)), optimizer)
     return par, optimizer
 
 
 def alone(steps: int) -> tuple[Net, torch.optim.Optimizer]:
     model = make()
     optimizer = optimizer_of(model)
-    for step in range(steps):
-        model(*batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, map(batch, range(steps)), optimizer)
     return model, optimizer
 
 
@@ -192,8 +187,8 @@ def whole_states(options: dict[str, Any], folder: str) -> dict[str, Any]:
     loaded = _safetensors(f"{folder}/weights")
     found["save_pretrained"] = equal({**loaded, "head.weight": loaded["tokens.weight"]}, want)
     optimizer.param_groups[0]["lr"] = 1e-2 * (1 + dist.get_rank())
-    message = refusal(lambda: get_optimizer_state_dict(par, optimizer, options=ON_RANK_0))
-    found["rates differ"] = "ranks disagree on param_groups.0.lr of" in message or not options.get("stages")
+    disagreement = refusal(lambda: get_optimizer_state_dict(par, optimizer, options=ON_RANK_0))
+    found["rates differ"] = "ranks disagree on param_groups.0.lr of" in disagreement or not options.get("stages")
     return found
 
 
@@ -228,9 +223,10 @@ def read_whole(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", list(PLANS))
+@pytest.mark.sampled(3)
 def test_tensors_and_norms_are_read_whole(run_ranks: RunRanks, kind: str) -> None:
     size, options = PLANS[kind]
-    for found in run_ranks(read_whole, size, options, time_limit_seconds=240):
+    for found in run_ranks(read_whole, size, options):
         assert len(found) > 8, found
         assert all(found.values()), found
 
@@ -254,11 +250,12 @@ def odd_states(options: dict[str, Any], folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["stages of shards", "shards"])
+@pytest.mark.sampled(1)
 def test_states_of_which_nothing_says_what_part_they_are_are_refused(
     run_ranks: RunRanks, tmp_path: Path, kind: str
 ) -> None:
     size, options = PLANS[kind]
-    for found in run_ranks(odd_states, size, options, str(tmp_path), time_limit_seconds=240):
+    for found in run_ranks(odd_states, size, options, str(tmp_path)):
         assert all("it is unknown which part of the whole that is" in text for text in found), found
 
 
@@ -270,10 +267,15 @@ def _safetensors(folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.sampled(3)
 def test_whole_states_are_those_of_one_device(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
     size, options = PLANS[kind]
-    for found in run_ranks(whole_states, size, options, str(tmp_path), time_limit_seconds=240):
+    for found in run_ranks(whole_states, size, options, str(tmp_path)):
         assert [name for name, right in found.items() if right is not True] == []
+
+
+# Errors of safetensors are around ours.
+OF_LIBRARIES = (ValueError, RuntimeError)
 
 
 def files_of_ranks(options: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -319,7 +321,7 @@ def files_of_ranks(options: dict[str, Any], folder: str) -> dict[str, Any]:
     }
     par.step(*batch(1))
     Path(path).write_bytes(b"of before")
-    found = {name: said(action) for name, action in refused.items()}
+    found = {name: message(action, OF_LIBRARIES) for name, action in refused.items()}
     on_rank_0 = ("accelerate's model", "accelerate's model, pickled")  # the others write nothing
     found = {
         name: text for name, text in found.items() if "its shards of" not in text and not (rank and name in on_rank_0)
@@ -336,7 +338,7 @@ def files_of_ranks(options: dict[str, Any], folder: str) -> dict[str, Any]:
         "torch's": lambda: dcp.save({"m": par.state_dict()}, checkpoint_id=f"{folder}/dcp"),
         "whole": lambda: torch.save(get_model_state_dict(par, options=ON_RANK_0), f"{folder}/whole-{rank}.pt"),
     }
-    found |= {name: text for name, action in taken.items() if (text := said(action))}
+    found |= {name: text for name, action in taken.items() if (text := message(action, OF_LIBRARIES))}
     before = [p.detach().clone() for p in par.parameters()]
     optimizer.step()
     par.load_state_dict(torch.load(f"{folder}/part-rank{rank}.pt"))
@@ -348,21 +350,13 @@ def files_of_ranks(options: dict[str, Any], folder: str) -> dict[str, Any]:
     return found
 
 
-def said(action: Callable[[], Any]) -> str:
-    """With what words something is refused: those of safetensors are around ours."""
-    try:
-        action()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
 def _untied(par: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in par.state_dict().items() if name != "head.weight"}
 
 
 @pytest.mark.parametrize("kind", ["stages", "shards"])
+@pytest.mark.sampled(1)
 def test_files_of_one_ranks_part_under_whole_names_are_refused(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
     size, options = PLANS[kind]
-    for found in run_ranks(files_of_ranks, size, options, str(tmp_path), time_limit_seconds=240):
+    for found in run_ranks(files_of_ranks, size, options, str(tmp_path)):
         assert found == {}

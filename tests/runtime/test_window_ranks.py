@@ -3,7 +3,6 @@ and train as one process does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
+from proving import prove
 from raising import raises
 from runtime.interpreted import interpret_section
+from runtime.training import Differentiate, Trained, call_and_differentiate, check_ranks, train
 from shardwise.runtime import compiled
-
-RunRanks = Callable[..., list[Any]]
 
 
 class SmallUNet(nn.Module):
@@ -76,13 +76,12 @@ def make_plan(rows: int, **axes: int) -> sw.Plan:
     ],
     ids=str,
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_rows_stay_split_through_the_net_and_all_numbers_are_those_of_one_device(
     rows: int, axes: dict[str, int]
 ) -> None:
     plan = make_plan(rows, **axes)
-    report = sw.verify(make_net(), images(rows, 0), plan)
-    assert report.ok, report
+    report = prove(make_net(), images(rows, 0), plan)
     assert report.max_error < 1e-9
     kinds = {entry.kind for c in plan.conversions for entry in (*c.forward, *c.backward) if "sp" in entry.axes}
     assert "halo_exchange" in kinds
@@ -90,52 +89,38 @@ def test_rows_stay_split_through_the_net_and_all_numbers_are_those_of_one_device
     assert "all_gather" not in {c.kind for c in plan.collectives() if c.num_bytes > 2 * 4 * 8 * 8}, str(plan)
 
 
-def train(rows: int, compile: bool) -> dict[str, Any]:
-    """On a rank: three steps, and what it took part in during the last."""
+def train_on_rank(rows: int, compile: bool) -> tuple[Trained, list[tuple[str, int]]]:
+    """Three steps, and the collectives of the last forward."""
     if compile:
         compiled.compile_with_inductor = interpret_section  # no code is generated, which takes long
     par = sw.parallelize(make_net(), make_plan(rows, sp=dist.get_world_size()), compile=compile)
-    optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
+    forward: list[tuple[str, int]] = []
+
+    def differentiate(par: Any, inputs: Any) -> Tensor:
         par._ranks.record = []
-        loss = par(*images(rows, step))
-        forward = [(c.kind, c.num_bytes) for c in par._ranks.record]
+        loss = par(*inputs)
+        forward[:] = [(c.kind, c.num_bytes) for c in par._ranks.record]
         loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    state = {name: tensor.detach() for name, tensor in (*par.named_parameters(), *par.named_buffers())}
-    return {"losses": losses, "state": state, "forward": forward}
+        return loss.detach()
+
+    return train_net(par, rows, differentiate), forward
 
 
-def train_alone(rows: int) -> dict[str, Any]:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        loss = net(*images(rows, step))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "state": {**dict(net.named_parameters()), **dict(net.named_buffers())}}
+def train_net(net: nn.Module, rows: int, differentiate: Differentiate = call_and_differentiate) -> Trained:
+    batches = [images(rows, step) for step in range(3)]
+    return train(net, batches, torch.optim.SGD(net.parameters(), lr=0.1), differentiate=differentiate)
 
 
 @pytest.mark.parametrize(("rows", "num_ranks", "compile"), [(16, 4, False), (20, 4, False), (12, 2, True)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_ranks_that_exchange_halos_train_as_one_process(
     rows: int, num_ranks: int, compile: bool, run_ranks: RunRanks
 ) -> None:
-    ranks = run_ranks(train, num_ranks, rows, compile, time_limit_seconds=300)
-    alone = train_alone(rows)
-    for result in ranks:
-        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-10)
-        for name, tensor in result["state"].items():
-            torch.testing.assert_close(tensor, alone["state"][name].detach(), rtol=1e-8, atol=1e-10, msg=name)
+    ranks = run_ranks(train_on_rank, num_ranks, rows, compile)
+    check_ranks([found for found, _ in ranks], train_net(make_net(), rows), rtol=1e-8, atol=1e-10)
     if not compile:
         planned = tuple(make_plan(rows, sp=num_ranks).collectives())
-        noted = [result["forward"] for result in ranks]
+        noted = [forward for _, forward in ranks]
         for own in noted:
             assert [kind for kind, _ in own] == [c.kind for c in planned]
         halos = [i for i, c in enumerate(planned) if c.kind == "halo_exchange"]
@@ -164,6 +149,7 @@ class Folded(nn.Module):
         (4, (2, 1), "y0@a y1@b", False),
     ],
 )
+@pytest.mark.sampled(3)
 def test_columns_of_few_windows_are_folded_as_on_one_device_or_refused(
     windows: int, stride: tuple[int, int], strategy: str, is_refused: bool
 ) -> None:

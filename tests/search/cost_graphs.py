@@ -30,6 +30,7 @@ from shardwise.search.cost_tables import Tables
 from shardwise.search.domains import Domains, SearchSpace
 from shardwise.search.elimination import Interner, Problem, Table
 from shardwise.search.memory_policy import PricedPolicy
+from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.user_choices import rules_of
 
 
@@ -37,7 +38,7 @@ def cost_of(graph: Graph, mesh: sw.Mesh, cluster: Cluster | None = None, fixed: 
     """The cost graph of a captured model, or of a random program."""
     factored = factor_graph(graph, rules_of(graph))
     links = Links(cluster or Cluster.local(mesh.num_devices), mesh)
-    domains = Domains(SearchSpace(graph, factored), Axes.of(mesh), Prices(links))
+    domains = Domains(SearchSpace(graph, factored), Axes.of(mesh), Prices(links), PlanningCache())
     return Tables(domains, fixed or {}).priced(PricedPolicy())
 
 

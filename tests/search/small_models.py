@@ -35,26 +35,58 @@ class TwoProducts(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Submodules ``up`` and ``down``; ``loss = mean(down(relu(up(x)))^2)``."""
+    """Submodules ``up`` and ``down``; ``loss = mean(down(act(up(x)))^2)``."""
 
-    def __init__(self, width: int = 8, hidden: int = 16, bias: bool = True) -> None:
+    def __init__(
+        self, width: int = 8, hidden: int = 16, bias: bool = True, act: Callable[[Tensor], Tensor] = F.relu
+    ) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width, bias=bias)
+        self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu(self.up(x))).square().mean()
+        return self.down(self.act(self.up(x))).square().mean()
 
 
 class Chain(nn.Module):
-    """Equal layers without biases, one after the other; ``loss = mean(x^2)``."""
+    """Equal linear layers, one after the other; ``loss = mean(x^2)``."""
 
-    def __init__(self, layers: int = 3, width: int = 256) -> None:
+    def __init__(
+        self, layers: int = 3, width: int = 256, bias: bool = False, act: Callable[[Tensor], Tensor] = F.relu
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=bias) for _ in range(layers))
+        self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = F.relu(layer(x))
+            x = self.act(layer(x))
+        return x.square().mean()
+
+
+class PreNorm(nn.Module):
+    """A residual layer: ``x + dropout(down(gelu(up(norm(x)))))``."""
+
+    def __init__(self, width: int, hidden: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        return x + (F.dropout(y, self.dropout, self.training) if self.dropout else y)
+
+
+class Stack(nn.Module):
+    """Blocks, one after the other; ``loss = mean(x^2)``."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
         return x.square().mean()
 
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from search.checking import MESHES, TINY, Tally, check_emitted, check_plan, check_search, gap_of, tiny_cost
 from search.cost_graphs import climbed, random_assignments, seconds_of
+from search.integer_program import solve_ilp
 from shardwise.search.auto import PRICED_SEARCHES, run_search
 from shardwise.search.cost_graph import CostWeights
 from shardwise.search.elimination import solve
-from shardwise.search.ilp import solve_ilp
 
 
 def main() -> None:

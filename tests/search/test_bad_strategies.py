@@ -167,7 +167,7 @@ def test_an_out_strategy_that_does_not_fit_the_result_is_explained(out, said):
 
 def test_modes_searches_and_meshes_that_there_are_not_are_refused():
     assert "fix:    one of auto, semi_auto, data_parallel, stand_alone" in message(Mlp(), mode="automatic")
-    assert "fix:    one of dynamic_programming, ilp, recursive_programming, sharding_propagation" in message(
+    assert "fix:    one of dynamic_programming, recursive_programming, sharding_propagation" in message(
         Mlp(), search="exhaustive"
     )
     assert "needs 2 x 4 = 8 devices, the cluster has 4" in message(Mlp(), devices=4, mesh=MESH)

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 from raising import raises
+from search import integer_program
 from search.cost_graphs import all_values, random_problem
 from shardwise.errors import ShardwiseError
-from shardwise.search import conditioning, elimination, ilp, message_passing
+from shardwise.search import conditioning, elimination, message_passing
 from shardwise.search.constants import MAX_CONDITIONED_COMBINATIONS
 from shardwise.search.elimination import Interner, Problem, TooWide, elimination_of, fix_variables, solve
 
 
 @pytest.mark.parametrize("start", range(0, 500, 100))
+@pytest.mark.sampled(2)
 def test_elimination_finds_the_least_value_of_random_problems(start):
     for seed in range(start, start + 100):
         problem = random_problem(seed)
@@ -26,6 +28,7 @@ def test_elimination_finds_the_least_value_of_random_problems(start):
 
 
 @pytest.mark.parametrize("start", range(0, 200, 50))
+@pytest.mark.sampled(2)
 def test_the_marginal_of_the_last_variable_is_the_least_value_with_each_of_its_values(start):
     for seed in range(start, start + 50):
         problem = random_problem(seed)
@@ -70,10 +73,11 @@ def test_a_variable_that_is_held_keeps_its_value():
 
 
 @pytest.mark.parametrize("start", range(0, 200, 50))
+@pytest.mark.sampled(2)
 def test_the_integer_program_finds_the_least_value_of_random_problems(start):
     for seed in range(start, start + 50):
         problem = random_problem(seed)
-        found = ilp.solve_ilp(problem)
+        found = integer_program.solve_ilp(problem)
         assert found.value == pytest.approx(all_values(problem).min(), rel=1e-9), seed
         assert found.bound is None, seed
 
@@ -99,9 +103,18 @@ def test_equal_layers_are_eliminated_once():
     assert solve(long_chain(600, repeats=False)).num_tables > 500
 
 
+@pytest.mark.parametrize("elements", [16, 500])
+def test_large_joint_tables_are_minimised_in_parts_with_the_same_result(
+    elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = solve(long_chain(30))
+    monkeypatch.setattr(elimination, "CACHE_BLOCK_ELEMENTS", elements)
+    assert solve(long_chain(30)) == at_once
+
+
 def test_a_long_chain_is_the_same_as_an_integer_program():
     problem = long_chain(40, repeats=False)
-    assert solve(problem).value == pytest.approx(ilp.solve_ilp(problem).value, rel=1e-9)
+    assert solve(problem).value == pytest.approx(integer_program.solve_ilp(problem).value, rel=1e-9)
 
 
 def clique(count: int, size: int, seed: int = 0) -> Problem:
@@ -114,7 +127,7 @@ def test_an_elimination_that_is_too_wide_is_refused_and_names_its_width():
     with raises(TooWide, 15625, 6) as caught:
         solve(clique(6, 5), max_joint=10_000)
     assert len(caught.value.scope) == 6
-    assert solve(clique(6, 5), max_joint=15_625).value == pytest.approx(ilp.solve_ilp(clique(6, 5)).value)
+    assert solve(clique(6, 5), max_joint=15_625).value == pytest.approx(integer_program.solve_ilp(clique(6, 5)).value)
 
 
 def test_variables_that_are_held_take_no_width():
@@ -128,7 +141,7 @@ def test_variables_that_are_held_take_no_width():
 
 def test_an_integer_program_that_stops_early_says_how_far_it_may_be_from_the_optimum():
     problem = clique(14, 8)
-    found = ilp.solve_ilp(problem, time_limit=0.3)
+    found = integer_program.solve_ilp(problem, time_limit=0.3)
     assert found.value == problem.value(found.assignment)
     assert found.bound is not None, "such a clique takes HiGHS much longer"
     assert found.lower < found.value
@@ -143,10 +156,10 @@ def test_tables_with_equal_rows_become_one_column_each():
     rows, columns = rng.integers(3, size=40), rng.integers(2, size=30)
     wide = interner.add(small[rows][:, columns])
     factors = [((0, 1), wide), ((0,), interner.add(rng.random(40))), ((1,), interner.add(rng.random(30)))]
-    program = ilp._IntegerProgram(Problem([40, 30], factors, interner))
+    program = integer_program.IntegerProgram(Problem([40, 30], factors, interner))
     assert [len(own) for own in program.values] == [3, 2]
     assert [joint.table.shape for joint in program.joints] == [(3, 2)]
-    assert ilp.solve_ilp(program.problem).value == solve(program.problem).value
+    assert integer_program.solve_ilp(program.problem).value == solve(program.problem).value
 
 
 def test_variables_of_one_value_in_a_long_chain_are_all_eliminated() -> None:
@@ -178,13 +191,6 @@ def test_message_passing_has_a_bound_and_an_assignment_on_both_sides_of_the_leas
         assert found.lower <= least * (1 + 1e-12) <= found.value * (1 + 2e-12), seed
         reached += found.value <= least * (1 + 1e-12)
     assert reached > 100
-
-
-def test_an_integer_program_that_is_too_large_is_refused_before_it_is_built(monkeypatch):
-    monkeypatch.setattr(ilp, "MAX_ILP_BYTES", 1000)
-    monkeypatch.setattr(ilp._IntegerProgram, "_matrix", None)
-    with raises(ilp.TooLarge, "the integer program takes"):
-        ilp.solve_ilp(clique(6, 5))
 
 
 def test_an_elimination_whose_tables_together_are_too_large_is_refused(monkeypatch):

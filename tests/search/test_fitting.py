@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from raising import raises
+from search.small_models import PreNorm, Stack
 from shardwise.costs.collectives import Links
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
@@ -27,6 +28,7 @@ from shardwise.search.cost_tables import Tables
 from shardwise.search.domains import Domains, SearchSpace
 from shardwise.search.memory_policy import MemoryPolicy, PricedPolicy, ReshardMode
 from shardwise.search.planner import least_that_fits
+from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.user_choices import rules_of
 
 if TYPE_CHECKING:
@@ -35,28 +37,8 @@ if TYPE_CHECKING:
 MESH = sw.Mesh(dp=2)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(32) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
 def plan(limit: float | None) -> tuple[sw.Plan, Prediction]:
-    module, x = Stack().double(), torch.randn(1024, 32, dtype=torch.float64)
+    module, x = Stack(*(PreNorm(32, 64) for _ in range(4))).double(), torch.randn(1024, 32, dtype=torch.float64)
     found = sw.plan(module, (x,), 2, mesh=MESH, search="dynamic_programming", memory_bytes=limit)
     assert sw.verify(module, (x,), found).ok
     return found, found.prediction
@@ -97,7 +79,7 @@ def tables_of_storage(passes: int, *ways: ReshardMode, trains: bool = True) -> l
     weight = next(source.value for source in graph.sources if source.names == ("1.weight",))
     found = []
     for way in ways:
-        domains = Domains(SearchSpace(graph, factored), Axes.of(MESH), prices)
+        domains = Domains(SearchSpace(graph, factored), Axes.of(MESH), prices, PlanningCache())
         cost = Tables(domains, {}).priced(PricedPolicy(reshard_mode=way))
         storage = cost.number["storage", weight]
         found.append([cost.kinds[kind] for scope, kind in cost.factors if scope[0] == storage and len(scope) == 2])
@@ -191,9 +173,9 @@ def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_
     assert own.simulated_seconds < of_sequences(limit).prediction.simulated_seconds
 
 
-def policy_result(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory._PolicyResult:
+def policy_result(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory.PolicyResult:
     """A policy whose plan that fits has this price, twice that of its cheapest."""
-    found = fit_memory._PolicyResult(
+    found = fit_memory.PolicyResult(
         cast("Planner", SimpleNamespace(settings=SimpleNamespace(memory_policy=MemoryPolicy(how))))
     )
     best = SimpleNamespace(candidate=SimpleNamespace(additive_price=fits_at))

@@ -21,15 +21,16 @@ from shardwise.search import block_extrapolation
 from shardwise.search.candidates import candidates
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.fit_memory import _PolicyResult, fit_memory
+from shardwise.search.fit_memory import PolicyResult, fit_memory
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.planner import Planner
+from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.stored_program import SearchConfig, build_program
 
 
-def graph_of(skips: bool = False) -> Graph:
+def graph_of(skips: bool = False, layers: int = LAYERS) -> Graph:
     with torch.device("meta"):
-        model, ids = Deep(skips=skips), torch.zeros(16, 256, dtype=torch.int64)
+        model, ids = Deep(layers, skips=skips), torch.zeros(16, 256, dtype=torch.int64)
     return capture(model, (ids, ids)).graph
 
 
@@ -57,7 +58,7 @@ def memory_policy(graph: Graph, how: str) -> MemoryPolicy:
 
 
 @pytest.mark.parametrize("how", ["none", "cheap", "full", "gathered again", "on the host", "half of the blocks"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) -> None:
     settings = SearchConfig(memory_policy=memory_policy(graph, how), bucket_bytes=0)
     planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=4, tp=2),), settings)
@@ -77,8 +78,8 @@ def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) 
         assert short.step.compute == pytest.approx(whole.step.compute, rel=1e-6)
         # Lifetimes are a pass over the program that keeps all: it is the one that ranks get.
         rules, mesh = planner.factored.rules, candidate.search.mesh
-        program = build_program(graph, rules, whole.choice, mesh, settings, planner.vjp_cache)
-        assert program.busiest == busiest_program(program.spmd, planner.vjp_cache)
+        program = build_program(graph, rules, whole.choice, mesh, settings, planner.cache.vjp_cache)
+        assert program.busiest == busiest_program(program.spmd, planner.cache.vjp_cache)
     assert num_folded, "some were folded"
 
 
@@ -90,12 +91,13 @@ def test_the_plan_is_that_of_whole_programs_and_says_what_is_true_of_it(graph: G
     short, whole = fit_memory(planner), fit_memory(replace(planner, folded=None))
     assert short.memory_policy.segments, "it makes something again"
     assert short.prediction.simulated_seconds == pytest.approx(whole.prediction.simulated_seconds, rel=2e-3)
-    own = simulate(short.spmd, short.search.cost.domains.prices)
+    search = short.searched.search
+    own = simulate(short.spmd, search.cost.domains.prices)
     assert short.prediction.simulated_seconds == own.seconds
     eased = {segment.how for segment in short.memory_policy.segments}
     assert len(eased) > 1, "some blocks make less again than others"
-    cost = replace(planner, settings=replace(settings, memory_policy=short.memory_policy)).cost_graph(short.search.mesh)
-    components = cost.components(short.search.outcome.assignment)
+    cost = replace(planner, settings=replace(settings, memory_policy=short.memory_policy)).cost_graph(search.mesh)
+    components = cost.components(search.outcome.assignment)
     assert short.prediction.num_bytes == components[BYTES]
     assert short.prediction.additive_price >= step_seconds(components)
     assert short.prediction.peak_bytes == own.peak_bytes <= 0.9e9
@@ -118,11 +120,11 @@ def test_a_search_for_a_better_step_than_a_known_one_ends_where_prices_are_clear
 def test_the_price_of_what_waits_on_the_host_has_its_copies(graph: Graph) -> None:
     cluster, settings = sw.Cluster.load("h100-1x8"), SearchConfig(memory_policy=memory_policy(graph, "on the host"))
     planner = Planner.of(graph, (), cluster, (sw.Mesh(dp=8),), settings)
-    policy = _PolicyResult(planner)
+    policy = PolicyResult(planner)
     ((search,), _) = policy.searches
     built = planner._built(candidates([search], "dynamic_programming", planner.limit)[0], whole=True)
     assert built.spmd is not None
-    program = busiest_program(built.spmd, planner.vjp_cache)
+    program = busiest_program(built.spmd, planner.cache.vjp_cache)
     out = [one for one in program.forward if isinstance(one, Copy)]
     copied = sum(program.forms[name].num_bytes for one in out for name in one.operands)
     assert copied > 0
@@ -158,3 +160,51 @@ def test_forms_tell_blocks_that_differ(graph: Graph) -> None:
     frozen.layers[6].up.weight.requires_grad_(False)
     kinds = Folding.of(capture(frozen, (ids, ids)).graph).kinds
     assert kinds[6] not in (*kinds[:6], *kinds[7:])
+
+
+def test_runs_repeat_periods_of_several_blocks() -> None:
+    folding = Folding(graph_of(), (), (0,) * 22, ())
+    choices = "aab" + "cd" * 4 + "eeeef" * 2 + "g"
+    runs = folding.runs(choices.__getitem__, least=4, longest_period=4)
+    assert [choices[run.start : run.stop] for run in runs] == ["aa", "b", "cdcdcdcd", "eeee", "f", "eeee", "f", "g"]
+    assert [run.step for run in runs] == [1, 1, 2, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("differ", ["kinds", "policies"])
+def test_blocks_that_differ_in_turn_fold(differ: str) -> None:
+    """As layers with local and global attention, or a plan that recomputes every other block."""
+    with torch.device("meta"):
+        model, ids = Deep(layers=13), torch.zeros(16, 256, dtype=torch.int64)
+    for layer in model.layers[::2] if differ == "kinds" else ():
+        layer.norm.eps = 1e-3
+    graph = capture(model, (ids, ids)).graph
+    segments = MemoryPolicy.of(graph, (), "full").segments[::2] if differ == "policies" else ()
+    settings = SearchConfig(memory_policy=MemoryPolicy("full", segments=segments), bucket_bytes=0)
+    planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=8),), settings)
+    searches, _ = planner.searches()
+    candidate = candidates(searches, "dynamic_programming", planner.limit)[0]
+    short, whole = planner._built(candidate), planner._built(candidate, whole=True)
+    assert short.spmd is None, "it is folded"
+    assert short.step is not None
+    assert whole.step is not None
+    assert short.step.seconds == pytest.approx(whole.step.seconds, rel=2e-3)
+    assert short.num_bytes == pytest.approx(whole.num_bytes, rel=2e-3)
+    assert short.step.kept_bytes == whole.step.kept_bytes
+
+
+@pytest.mark.parametrize("how", ["cheap", "gathered again"])
+def test_models_of_other_numbers_of_equal_blocks_share_the_steps_of_short_programs(how: str) -> None:
+    cache, sizes = PlanningCache(), []
+    for layers in (LAYERS, LAYERS + 3):
+        graph = graph_of(layers=layers)
+        settings = SearchConfig(memory_policy=memory_policy(graph, how), bucket_bytes=0)
+        alone, sharing = (
+            Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=8),), settings, used)
+            for used in (PlanningCache(), cache)
+        )
+        searches, _ = alone.searches()
+        candidate = candidates(searches, "dynamic_programming", alone.limit)[0]
+        assert sharing._built(candidate).spmd is None, "it is folded"
+        assert sharing._built(candidate).step == alone._built(candidate).step
+        sizes.append(len(cache.table("steps")))
+    assert sizes[0] == sizes[1], "nothing is simulated for the second model"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from proving import prove
 from runtime.small_gpt import example_module
 from search.small_models import Mlp, TwoProducts, conversions_into, counts, kinds, planned, strategies
 
@@ -253,5 +254,29 @@ def test_split_counts_of_a_concatenated_dim_split_every_operand():
     for settings in ({"mode": "semi_auto"}, {"search": "sharding_propagation"}):
         plan = sw.plan(model, (), 4, mesh=sw.Mesh(x=4), **settings)
         assert [entry.layout for entry in plan.parameters] == ["f32[8@x.0, 12@x.1]"] * 2
-        report = sw.verify(model, (), plan)
-        assert report.ok, report
+        prove(model, (), plan)
+
+
+class Grouped(nn.Module):
+    """Several operators in one region, with a constraint inside, between operators that split their batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def normalised(y: Tensor) -> Tensor:
+            y = sw.constrain(y, "((2, 4),)")
+            return y.sigmoid() * y.cos()
+
+        return sw.shard(normalised, None)(x @ self.weight).relu().square().sum()
+
+
+@pytest.mark.parametrize("mode", ["semi_auto", "auto"])
+def test_operators_of_a_region_follow_its_constraint_and_not_their_neighbours(mode: str) -> None:
+    plan = sw.plan(Grouped(), torch.randn(16, 8), 8, mesh=sw.Mesh(data=8), mode=mode, search="sharding_propagation")
+    chosen = {entry.name: entry.strategy for entry in plan.operators}
+    assert chosen["/sigmoid"] == chosen["/cos"] == chosen["/mul"] == "d0@data.0 d1@(data.1,data.2)"
+    if mode == "semi_auto":
+        assert chosen["/relu"] == "d0@data"
+    assert sw.verify(Grouped(), torch.randn(16, 8), plan, steps=1).ok

@@ -30,6 +30,7 @@ def moment(cost: CostGraph, assignment: list[int]) -> float:
 
 
 @pytest.mark.parametrize("start", range(0, 60, 20))
+@pytest.mark.sampled(1)
 def test_of_all_assignments_that_fit_with_their_moments_the_fastest_is_near_and_the_least_is_found(start: int) -> None:
     """Against all assignments. Where one fits that a cap and a limit both allow, one that fits is found; where none
     fits, what is found holds no more than the least by the quotient of two caps."""
@@ -43,7 +44,7 @@ def test_of_all_assignments_that_fit_with_their_moments_the_fastest_is_near_and_
         held = np.where(np.isfinite(parts).all(axis=1), parts[:, BYTES] + moments, np.inf)
         free = search(cost)
         for limit in (held.min() * 0.5, held.min(), (held.min() + np.median(held[np.isfinite(held)])) / 2):
-            found = searches_within(MeshSearch(cost, free), "dynamic_programming", float(limit))
+            found = searches_within(MeshSearch(cost, free), float(limit))
             assert found, seed
             best = found[0].outcome
             total = best.components[BYTES] + moment(cost, best.assignment)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from proving import prove
 from search.cost_graphs import cluster_of
 from shardwise.search import domains
 
@@ -46,6 +47,7 @@ MESHES = (sw.Mesh(dp=4), sw.Mesh(a=2, b=2))
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(4)
 def test_work_of_inputs_is_split_and_in_the_price_and_its_bound(kind: str, mesh: sw.Mesh) -> None:
     with torch.device("meta"):
         model, x = Weighted(kind), torch.randn(4096 if kind != "counts" else 2**18, 8)
@@ -60,6 +62,7 @@ def test_work_of_inputs_is_split_and_in_the_price_and_its_bound(kind: str, mesh:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(4)
 def test_work_of_inputs_that_is_split_equals_one_device(
     kind: str, mesh: sw.Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,8 +70,7 @@ def test_work_of_inputs_that_is_split_equals_one_device(
     model, x = Weighted(kind), torch.randn(30, 8)
     plan = sw.plan(model, x, cluster_of(2, 4), mesh=mesh)
     assert any({e.name: e.strategy for e in plan.operators}[name] for name in KINDS[kind])
-    report = sw.verify(model, x, plan, steps=2)
-    assert report.ok, str(report)
+    prove(model, x, plan, steps=2)
 
 
 def test_masks_and_positions_are_made_where_they_are_needed() -> None:

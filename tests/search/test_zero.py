@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from models.zoo import ZOO
+from proving import prove
 
 
 class Made(nn.Module):
@@ -36,6 +37,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.sampled(2)
 def test_what_is_made_of_parameters_leaves_them_in_parts(options: dict[str, Any]) -> None:
     model, x = Made(), torch.randint(64, (8, 4))
     plan = sw.plan(model, x, 4, **{"mode": "data_parallel", "mesh": sw.Mesh(dp=4), **options})
@@ -44,8 +46,7 @@ def test_what_is_made_of_parameters_leaves_them_in_parts(options: dict[str, Any]
         assert not {one.kind for one in plan.collectives(backward=True)} & {"all_reduce"}, (
             "and their gradients reduced so"
         )
-    report = sw.verify(model, x, plan, steps=2)
-    assert report.ok, str(report)
+    prove(model, x, plan, steps=2)
 
 
 @pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 3, "recompute": "full"}])

@@ -74,8 +74,7 @@ def train(folder: Path, num_steps: int, kind: str, events: Events) -> None:
         how["zero"] = 1
     elif kind == "stages":
         how = {"stages": num_ranks, "micro_batch": 6, "mesh": sw.Mesh(dp=1)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # batch norm in parts of a batch: not what is tested here
+    with warnings.catch_warnings(action="ignore"):  # batch norm in parts of a batch: not what is tested here
         plan = sw.planned(lambda: sw.plan(make(), batch(0), num_ranks, search="sharding_propagation", **how))
         par = sw.parallelize(make(), plan, seed=7, check_replicas=1 if kind == "checked" else None)
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.01)

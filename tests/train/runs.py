@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from runtime import training
 
 # How a run is split: mesh, strategies, further arguments of sw.plan.
 SPLITS: dict[str, tuple[dict[str, int], dict[str, str], dict[str, Any]]] = {
@@ -70,8 +71,7 @@ def split(
     sizes, strategies, settings = SPLITS[kind]
     model = make(seed, dtype)
     mesh = sw.Mesh(sizes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # batch norm in parts of a batch and the like: not what is tested here
+    with warnings.catch_warnings(action="ignore"):  # batch norm in parts of a batch and the like
         how = {**settings, **more}
         plan = sw.plan(
             model, batch(0), mesh.num_devices, mesh=mesh, strategies=strategies, search="sharding_propagation", **how
@@ -87,14 +87,7 @@ def tools(module: nn.Module, lr: float = 1e-2) -> tuple[torch.optim.Optimizer, A
 
 
 def train(module: Any, optimizer: torch.optim.Optimizer, scheduler: Any, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = module.step(*batch(step))
-        losses.append(loss.item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return losses
+    return training.train(module, map(batch, range(first, last)), optimizer, scheduler).losses
 
 
 def go_on(folder: str, kind: str, steps: int, save_as: str = "", num_steps: int = 4) -> dict[str, Any]:
@@ -119,7 +112,7 @@ def go_on(folder: str, kind: str, steps: int, save_as: str = "", num_steps: int 
     }
 
 
-def saved(folder: Path, step: int = 1, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def saved(folder: Any, step: int = 1, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A small model and its optimizer after a step, of which ``folder`` has a checkpoint."""
     torch.manual_seed(step)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))

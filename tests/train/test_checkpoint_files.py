@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,11 +29,12 @@ from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.layout import Windows
 from shardwise.layouts.text import parse_layout
 from shardwise.runtime.local_shards import shard
-from shardwise.train import saving
+from shardwise.train import checkpoints, saving
 from shardwise.train.files import CheckpointReader, StagedFile, StreamedFile
 from shardwise.train.manifest import read_manifest
 from shardwise.train.parts import TensorPart
 from shardwise.train.sharing import WritePiece, file_of
+from shardwise.train.stores import folder_of
 from shardwise.train.values import decode, encode
 from train.runs import saved
 
@@ -65,18 +67,18 @@ def test_boxes_are_what_a_device_holds(text: str) -> None:
 def test_a_part_is_read_and_verified_without_the_rest(tmp_path: Path) -> None:
     model = nn.Linear(256, 4096, bias=False)  # 4 MiB
     sw.save_checkpoint(tmp_path / "one", model, step=0)
-    manifest = read_manifest(tmp_path / "one")
+    manifest = read_manifest(folder_of(tmp_path / "one"))
     for rows, columns, expected in (
         (slice(1024, 2048), slice(None), 2**20),
         (slice(0, 1), slice(3, 5), 2**18),
         (slice(None), slice(0, 1), 2**22),
         (slice(255, 257), slice(None), 2**19),
     ):
-        reader = CheckpointReader(tmp_path / "one", manifest)
+        reader = CheckpointReader(folder_of(tmp_path / "one"), manifest)
         want = model.weight.detach()[rows, columns]
         box = Box((rows.start or 0, columns.start or 0), tuple(want.shape), (0, 0))
         part = TensorPart(torch.zeros(want.shape), (4096, 256), (box,))
-        reader.verify("model.weight", part.boxes)
+        reader.verify([("model.weight", part.boxes)])
         reader.read("model.weight", part)
         assert torch.equal(part.tensor, want)
         assert reader.num_bytes_read == expected
@@ -89,7 +91,7 @@ def test_single_numbers_move_no_tensor_off_the_lines_of_the_cache(tmp_path: Path
     model[1](model[0](torch.ones(2, 16)).double()).sum().backward()
     optimizer.step()
     sw.save_checkpoint(tmp_path / "one", model, optimizer, step=1)
-    manifest = read_manifest(tmp_path / "one")
+    manifest = read_manifest(folder_of(tmp_path / "one"))
     starts = {name: stored.chunks[0].start for name, stored in manifest.tensors.items()}
     sizes = {name: math.prod(one.shape) * one.dtype.itemsize for name, one in manifest.tensors.items()}
     assert sum(size % 64 > 0 for size in sizes.values()) > 4
@@ -143,13 +145,13 @@ def test_a_save_whose_call_is_interrupted_never_completes(tmp_path: Path, monkey
     """It reads the module itself, which the script may change from then on."""
     model, real, threads = nn.Linear(8, 8), saving.write, list[threading.Thread]()
 
-    def interrupted(path: Path, source: Any) -> Any:
+    def interrupted(*args: Any) -> Any:
         threads.append(threading.current_thread())
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         deadline = time.monotonic() + 60
         while not left.is_set() and time.monotonic() < deadline:
             time.sleep(0.01)
-        return real(path, source)
+        return real(*args)
 
     left = threading.Event()
     monkeypatch.setattr(saving, "write", interrupted)
@@ -159,6 +161,27 @@ def test_a_save_whose_call_is_interrupted_never_completes(tmp_path: Path, monkey
     threads[0].join(60)
     assert {path.name for path in tmp_path.iterdir()} == {"step-1.incomplete"}
     assert "the call was interrupted" in (tmp_path / "step-1.incomplete" / "failed-0").read_text()
+
+
+@pytest.mark.parametrize("place", ["patience_seconds", "_files", "Manifest", "Saving", "the thread"])
+def test_a_save_that_fails_before_its_thread_runs_leaves_room_for_the_next(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, path = nn.Linear(3, 2), tmp_path / "step-1"
+    fails = mock.Mock(side_effect=MemoryError("none left"))
+    with monkeypatch.context() as patched:
+        patched.setattr(*((threading.Thread, "start") if place == "the thread" else (checkpoints, place)), fails)
+        with pytest.raises(sw.errors.CheckpointError, match="none left"):
+            sw.save_checkpoint(path, net)
+    assert not [entry.name for entry in tmp_path.iterdir() if entry.name.endswith(".lock")]
+    sw.save_checkpoint(path, net)
+    assert read_manifest(folder_of(path)).step == 1
+
+
+def test_a_save_whose_thread_ends_otherwise_is_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "write", mock.Mock(side_effect=SystemExit("ended")))
+    with raises(sw.errors.CheckpointError, "SystemExit: ended"):
+        sw.save_checkpoint(tmp_path / "step-1", nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize("refuses", [None, "the first", "the second"])
@@ -183,7 +206,7 @@ def test_large_files_go_past_the_cache_where_the_disk_takes_them(
     monkeypatch.setattr(os, "write", noted)
     sw.save_checkpoint(tmp_path / "one", model, step=0, blocking=False).wait()
     monkeypatch.undo()
-    manifest = read_manifest(tmp_path / "one")
+    manifest = read_manifest(folder_of(tmp_path / "one"))
     ((name, file),) = manifest.files.items()
     assert file.start % 4096 == 0
     assert (tmp_path / "one" / name).stat().st_size == file.start + file.num_bytes

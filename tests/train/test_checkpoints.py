@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,12 +20,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from raising import raises
+from launch.gloo_ranks import RunRanks
+from raising import raises, refusal
 from shardwise.train import sharing
 from shardwise.train.parts import module_parts
 from train.runs import go_on, make, split, tools, train
 
-RunRanks = Callable[..., list[Any]]
 # Every split computes the same numbers in another order, in float64: 20 steps of rounding.
 TOLERANCE = 1e-12
 
@@ -40,8 +39,7 @@ def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
         for name, entry in entries.items()
         if not name.startswith("random.")
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         dcp.load(found, storage_reader=reader, no_dist=True)
     return found
 
@@ -51,7 +49,7 @@ def chain(run_ranks: RunRanks, folder: Path, kinds: list[tuple[str, int]]) -> li
     losses: list[float] = []
     for position, (kind, ranks) in enumerate(kinds):
         name = f"step-{4 * position + 4}"
-        results = run_ranks(go_on, ranks, str(folder), kind, 4 * position, name, time_limit_seconds=240)
+        results = run_ranks(go_on, ranks, str(folder), kind, 4 * position, name)
         assert all(result["losses"] == results[0]["losses"] for result in results)
         losses += results[0]["losses"]
         written, held = [result["written"] for result in results], whole_tensors(folder / name)
@@ -68,7 +66,7 @@ def chain(run_ranks: RunRanks, folder: Path, kinds: list[tuple[str, int]]) -> li
 
 
 def uninterrupted(run_ranks: RunRanks, folder: Path, steps: int) -> list[float]:
-    (result,) = run_ranks(go_on, 1, str(folder), "dp1", 0, "", steps, time_limit_seconds=240)
+    (result,) = run_ranks(go_on, 1, str(folder), "dp1", 0, "", steps)
     found: list[float] = result["losses"]
     return found
 
@@ -141,38 +139,30 @@ def parts_on_ranks(folder: str) -> dict[str, Any]:
     sw.load_checkpoint(where / "meanwhile", par, optimizer)
     found["staged"] = all(map(torch.equal, held, par.parameters()))
 
-    def refused(action: Callable[[], Any]) -> str:
-        try:
-            action()
-        except sw.ShardwiseError as error:
-            return f"{type(error).__name__}: {error}"
-        return "accepted"
-
     full = OSError(28, "No space left on device")
     real = os.write
     with mock.patch("os.write", side_effect=full if rank == 1 else real):
-        found["full"] = refused(lambda: sw.save_checkpoint(where / "full", par, optimizer, step=3))
-    found["afterwards"] = refused(lambda: sw.save_checkpoint(where / "full", par, optimizer, step=3))
-    found["again"] = refused(lambda: sw.save_checkpoint(where / "full", par, optimizer, step=3))
-    found["own extra"] = refused(lambda: sw.save_checkpoint(where / "x", par, step=3, extra=rank))
-    found["own path"] = refused(lambda: sw.save_checkpoint(where / f"own-{rank}", par, step=3))
-    found["function"] = refused(lambda: sw.save_checkpoint(where / "x", par, step=3, extra=[len] if rank else [1]))
-    found["own step"] = refused(lambda: sw.save_checkpoint(where / "x", par, step=3 + rank))
-    found["no state"] = refused(lambda: sw.save_checkpoint(where / "x", par, step=3, data=[1]))  # type: ignore[arg-type]
+        found["full"] = refusal(lambda: sw.save_checkpoint(where / "full", par, optimizer, step=3))
+    found["afterwards"] = refusal(lambda: sw.save_checkpoint(where / "full", par, optimizer, step=3))
+    found["again"] = refusal(lambda: sw.save_checkpoint(where / "full", par, optimizer, step=3))
+    found["own extra"] = refusal(lambda: sw.save_checkpoint(where / "x", par, step=3, extra=rank))
+    found["own path"] = refusal(lambda: sw.save_checkpoint(where / f"own-{rank}", par, step=3))
+    found["function"] = refusal(lambda: sw.save_checkpoint(where / "x", par, step=3, extra=[len] if rank else [1]))
+    found["own step"] = refusal(lambda: sw.save_checkpoint(where / "x", par, step=3 + rank))
+    found["no state"] = refusal(lambda: sw.save_checkpoint(where / "x", par, step=3, data=[1]))  # type: ignore[arg-type]
     found["inside"] = _inside_of_others(where, par)
     view = nn.Module()
     view.row = nn.Parameter(par.get_submodule("qkv").weight.data[:2])
-    found["view"] = refused(lambda: sw.save_checkpoint(where / "x", view, step=3))
+    found["view"] = refusal(lambda: sw.save_checkpoint(where / "x", view, step=3))
     dist.barrier()
     if rank == 0:
         (where / "meanwhile" / "shard-00001-of-00002.safetensors").unlink()
     dist.barrier()
     held = [p.detach().clone() for p in par.parameters()]
-    found["lost shard"] = refused(lambda: sw.load_checkpoint(where / "meanwhile", par, optimizer))
+    found["lost shard"] = refusal(lambda: sw.load_checkpoint(where / "meanwhile", par, optimizer))
     low = split("dp2", precision=sw.Precision(parameter=torch.bfloat16), dtype=torch.float32)
     other, _ = tools(low)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         sw.load_checkpoint(where / "full", low, other)
     found["said"] = [str(one.message) for one in said]
     found["unchanged"] = all(map(torch.equal, held, par.parameters()))
@@ -207,7 +197,7 @@ def _inside_of_others(where: Path, par: sw.Parallel) -> list[str]:
 
 
 def test_saves_beside_training_and_failures_on_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
-    ranks = run_ranks(parts_on_ranks, 2, str(tmp_path), time_limit_seconds=240)
+    ranks = run_ranks(parts_on_ranks, 2, str(tmp_path))
     want = whole_tensors(tmp_path / "full")
     for rank, found in enumerate(ranks):
         assert found["staged"]

@@ -27,9 +27,11 @@ import shardwise as sw
 from raising import raises
 from shardwise.train import retention, saving
 from shardwise.train.files import StagedFile
-from shardwise.train.manifest import FILE, Manifest, parse_manifest
+from shardwise.train.manifest import Manifest, parse_manifest
+from shardwise.train.names import FILE
 from shardwise.train.retention import checkpoints_in, rename_later_checkpoints
 from shardwise.train.sharing import PlannedFile
+from shardwise.train.stores import Folder, folder_of
 from shardwise.train.values import decode
 from train.runs import saved
 
@@ -67,13 +69,13 @@ def test_torn_and_damaged_ones_are_skipped_and_named(tmp_path: Path) -> None:
 def test_what_is_set_aside_again_replaces_nothing(tmp_path: Path) -> None:
     for _ in range(3):
         saved(tmp_path, 2)
-        rename_later_checkpoints(tmp_path, 1)
+        rename_later_checkpoints(folder_of(tmp_path), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-2.1.damaged",
         "step-2.2.damaged",
         "step-2.damaged",
     ]
-    assert checkpoints_in(tmp_path) == ({}, [])
+    assert checkpoints_in(folder_of(tmp_path)) == ({}, [])
 
 
 def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) -> None:
@@ -241,8 +243,8 @@ def test_a_second_job_that_saves_to_one_place_is_refused_by_name(tmp_path: Path,
     go_on = threading.Event()
     real = saving.write
 
-    def slow(path: Path, staged: Any) -> Any:
-        file = real(path, staged)
+    def slow(*args: Any) -> Any:
+        file = real(*args)
         began.set()
         go_on.wait(60)
         return file
@@ -277,16 +279,19 @@ def test_without_locks_a_save_whose_folder_another_job_takes_finds_out(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    path = tmp_path / "step-1"
-    token = saving.make_room(path)
+    path, incomplete = tmp_path / "step-1", tmp_path / "step-1.incomplete"
+    token = saving.make_room(folder_of(path), contextlib.ExitStack())
     staged = StagedFile.empty(PlannedFile("one.safetensors", b"", (), 0), pinned=False)
     manifest = Manifest(num_ranks=2, tensors={}, tied={})
-    jobs = [saving.SaveJob(path, token, rank, 2, [staged] * (rank == 0), manifest, None, 60.0) for rank in range(2)]
+    jobs = [
+        saving.SaveJob(folder_of(path), token, rank, 2, [staged] * (rank == 0), manifest, None, 60.0)
+        for rank in range(2)
+    ]
     real = os.rename
 
     def taken() -> None:
-        saving.make_room(path)
-        (saving.incomplete(path) / "two.safetensors").write_text("the other job's")
+        saving.make_room(folder_of(path), contextlib.ExitStack())
+        (incomplete / "two.safetensors").write_text("the other job's")
 
     def rename(source: Any, target: Any) -> None:
         if Path(target) == path and when == "ahead of the rename":
@@ -295,7 +300,7 @@ def test_without_locks_a_save_whose_folder_another_job_takes_finds_out(
         if Path(target) == path and when == "behind the rename":
             real(path, tmp_path / "away")
             taken()
-            real(saving.incomplete(path), path)
+            real(incomplete, path)
 
     if when == "while it fills":
         taken()
@@ -304,7 +309,7 @@ def test_without_locks_a_save_whose_folder_another_job_takes_finds_out(
     for save in saves:
         with raises(sw.errors.CheckpointError, "another job", "began"):
             save.wait()
-    folder = saving.incomplete(path) if when == "while it fills" else path
+    folder = incomplete if when == "while it fills" else path
     assert (folder / "two.safetensors").read_text() == "the other job's"
     assert not list(folder.glob("failed-*"))
 
@@ -321,11 +326,11 @@ folder, name, waits = sys.argv[1:]
 real = saving.write
 
 
-def slow(path, staged):
+def slow(*args):
     Path(folder, "began").write_text(str(os.getpid()))
     while waits == "waits":
         time.sleep(0.01)
-    return real(path, staged)
+    return real(*args)
 
 
 saving.write = slow
@@ -419,11 +424,11 @@ def test_a_checkpoint_that_another_job_deletes_meanwhile_is_no_error(tmp_path: P
     saved(tmp_path, 2)
     real = retention.read_manifest
 
-    def deleted(path: Path) -> Any:
-        manifest = real(path)
-        if path.name == "step-1":
-            shutil.rmtree(path)
+    def deleted(folder: Folder) -> Any:
+        manifest = real(folder)
+        if folder.name == "step-1":
+            shutil.rmtree(folder.path)
         return manifest
 
     monkeypatch.setattr(retention, "read_manifest", deleted)
-    assert [path.name for path in checkpoints_in(tmp_path)[0]] == ["step-1", "step-2"]
+    assert [path.name for path in checkpoints_in(folder_of(tmp_path))[0]] == ["step-1", "step-2"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from train.runs import split, tools, train
 
 
@@ -52,8 +53,7 @@ def fills(folder: str) -> dict[str, Any]:
     with pytest.raises(sw.errors.CheckpointError) as error:
         beside.wait()
     found["beside"] = str(error.value)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         found["loaded"] = sw.load_checkpoint(where, par, optimizer, schedulers=scheduler).path.name
     found["said"] = [str(one.message) for one in said]
     assert all(map(torch.equal, held, state()))
@@ -69,8 +69,8 @@ def fills(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_a_full_disk_costs_the_save_and_nothing_else(run_ranks: Callable[..., list[Any]], small_disk: Path) -> None:
-    for rank, found in enumerate(run_ranks(fills, 2, str(small_disk), time_limit_seconds=120)):
+def test_a_full_disk_costs_the_save_and_nothing_else(run_ranks: RunRanks, small_disk: Path) -> None:
+    for rank, found in enumerate(run_ranks(fills, 2, str(small_disk))):
         for kind in ("waiting", "beside"):
             assert "was not saved: rank " in found[kind]
             assert "no space" in found[kind].lower()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from launch.gloo_ranks import RunRanks
 from launch.machines import Machines
 from shardwise.hosts import free_port
 from train import elastic_run
 from train.test_recovery import check_equal, uninterrupted
 
-RunRanks = Callable[..., list[Any]]
 STEPS = 16
 
 
@@ -36,7 +34,7 @@ def test_a_rank_of_one_machine_and_then_a_machine_cost_no_digit(run_ranks: RunRa
     run, whole = tmp_path / "run", tmp_path / "whole"
     run.mkdir()
     whole.mkdir()
-    run_ranks(uninterrupted, 1, str(whole), STEPS, "zero", time_limit_seconds=180.0)
+    run_ranks(uninterrupted, 1, str(whole), STEPS, "zero")
     script, events = str(Path(elastic_run.__file__)), ["0:4:3:SIGKILL", f"1:14:{2 * lost}:machine"]
     command = [script, str(run), str(STEPS), "zero", *events]
     with contextlib.closing(Machines(tmp_path, command, free_port(), settings="min_ranks=1", plain=False)) as machines:

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.train.checkpoints import assign_writers
@@ -24,7 +24,6 @@ from shardwise.train.peers import Peers, assign_keepers
 from train.elastic_run import data
 from train.runs import batch, make
 
-RunRanks = Callable[..., list[Any]]
 HOW: dict[str, dict[str, Any]] = {"zero": {"zero": 1}, "zero3": {"zero": 3}}
 STEPS = 10
 
@@ -40,8 +39,7 @@ def trained(folder: str, kind: str, every: int, kill: tuple[int, int]) -> None:
     """A run of a rank that is a machine of its own. ``kill``: ahead of which step which rank is. Every rank writes its
     state down at the end."""
     rank = dist.get_rank()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # batch norm in parts of a batch: not what is tested here
+    with warnings.catch_warnings(action="ignore"):  # batch norm in parts of a batch: not what is tested here
         par = sw.parallelize(make(), planned(3, **HOW[kind]), seed=7)
     optimizer = torch.optim.AdamW(par.parameters(), lr=0.01)
     loader = sw.DataLoader(data(), par, 12, seed=5)
@@ -103,8 +101,7 @@ def shares(folder: str) -> list[list[tuple[int, int, bool, int]]]:
     """(writer, keeper, whether it is sent, bytes) of every file, with copies everywhere and with parts."""
     found = []
     for how in ({}, {"zero": 1}):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             par = sw.parallelize(make(), planned(3, **how), seed=7)
         optimizer = torch.optim.AdamW(par.parameters())
         par.step(*batch(0))
@@ -119,7 +116,7 @@ def shares(folder: str) -> list[list[tuple[int, int, bool, int]]]:
 
 
 def test_what_others_hold_is_not_sent(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for copies, parts in run_ranks(shares, 3, str(tmp_path), time_limit_seconds=120.0):
+    for copies, parts in run_ranks(shares, 3, str(tmp_path)):
         sent = [sum(size for *_, is_sent, size in files if is_sent) for files in (copies, parts)]
         whole = [sum(size for *_, size in files) for files in (copies, parts)]
         assert sent[0] == 3 * random_part().tensor.nbytes, "states of generators alone: every rank has its own"
@@ -162,8 +159,7 @@ def torn(folder: str) -> list[int]:
     found.append(recovery().resume())
     own = recovery()
     own.resume()
-    with warnings.catch_warnings(record=True) as caught, mock.patch("os.posix_fallocate") as allocate:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught, mock.patch("os.posix_fallocate") as allocate:
         allocate.side_effect = OSError(28, "No space left on device") if rank == 1 else None
         keep(own, range(1, 4))
     said = [str(one.message) for one in caught if one.category is PlanWarning]
@@ -173,15 +169,14 @@ def torn(folder: str) -> list[int]:
 
 
 def test_torn_copies_count_for_nothing_and_a_full_memory_is_announced(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(torn, 3, str(tmp_path), time_limit_seconds=120.0) == [[0, 4, 3, 0]] * 3
+    assert run_ranks(torn, 3, str(tmp_path)) == [[0, 4, 3, 0]] * 3
 
 
 def with_a_trainer(folder: str) -> tuple[list[int], bool]:
     """How many steps Trainers make until 3 and 5 are done, and until 5 at once; whether these end in the same bits."""
     made, ends = [], []
     for num_steps, where in ((3, "one"), (5, "one"), (5, "other")):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             par = sw.parallelize(make(), planned(2, zero=1), seed=7)
         optimizer, loader = torch.optim.AdamW(par.parameters()), sw.DataLoader(data(), par, 12, seed=5)
         copies = sw.PeerCopy(Path(folder, f"{where}-{dist.get_rank()}"))
@@ -194,7 +189,7 @@ def with_a_trainer(folder: str) -> tuple[list[int], bool]:
 
 
 def test_a_trainer_goes_on_from_copies(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(with_a_trainer, 2, str(tmp_path), time_limit_seconds=180.0) == [([3, 2, 5], True)] * 2
+    assert run_ranks(with_a_trainer, 2, str(tmp_path)) == [([3, 2, 5], True)] * 2
 
 
 def in_folder(folder: str) -> str:
@@ -215,7 +210,7 @@ def test_copies_are_kept_in_a_folder_of_the_user_only(run_ranks: RunRanks, tmp_p
     (tmp_path / "open-1").mkdir()
     (tmp_path / "open-1").chmod(0o777)
     os.mkfifo(tmp_path / "fifo-1")
-    for said in run_ranks(in_folder, 2, str(tmp_path), time_limit_seconds=120.0):
+    for said in run_ranks(in_folder, 2, str(tmp_path)):
         assert said.count("not a folder that only this user writes to") == 2
         assert "File exists" in said
         assert said.count("copies of the state cannot be kept in") == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from models.zoo import ZOO
+from raising import message
 from shardwise.runtime.initial.weights import WeightFiles
 
-RunRanks = Callable[..., list[Any]]
 MODELS = ("gpt2",)
 MORE = ("llama", "mixtral", "t5", "vit")
 
@@ -34,8 +34,7 @@ def trained(name: str) -> tuple[nn.Module, sw.Parallel, dict[str, Any]]:
     tiny = ZOO[name]
     model = tiny.build().eval()
     inputs = tiny.inputs(4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         plan = sw.plan(model, inputs, 2, mesh=sw.Mesh(tp=2), strategies=tiny.strategies, search="sharding_propagation")
         par = sw.parallelize(model, plan)
     optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
@@ -69,11 +68,7 @@ def out_and_in(folder: str, name: str) -> dict[str, Any]:
     same = all(torch.equal(tensor, held[key]) for key, tensor in again.state_dict().items() if key in held)
     with torch.no_grad():
         repeated = again(**inputs)
-    refusal = ""
-    try:
-        sw.save_pretrained(par, where)
-    except sw.ShardwiseError as error:
-        refusal = str(error)
+    refusal = message(lambda: sw.save_pretrained(par, where))
     tied = sum(1 for _ in par.named_parameters(remove_duplicate=False)) - sum(1 for _ in par.named_parameters())
     return {
         "same": same,
@@ -124,14 +119,14 @@ def check(folder: Path, name: str, found: list[dict[str, Any]]) -> None:
 
 
 def test_transformers_reads_what_ranks_save_and_ranks_what_it_saves(run_ranks: RunRanks, tmp_path: Path) -> None:
-    ranks = run_ranks(all_out_and_in, 2, str(tmp_path), MODELS, time_limit_seconds=240)
+    ranks = run_ranks(all_out_and_in, 2, str(tmp_path), MODELS)
     for name in MODELS:
         check(tmp_path, name, [found[name] for found in ranks])
 
 
 @pytest.mark.long
 def test_transformers_reads_more_models(run_ranks: RunRanks, tmp_path: Path) -> None:
-    ranks = run_ranks(all_out_and_in, 2, str(tmp_path), MORE, time_limit_seconds=500)
+    ranks = run_ranks(all_out_and_in, 2, str(tmp_path), MORE)
     for name in MORE:
         check(tmp_path, name, [found[name] for found in ranks])
 
@@ -168,8 +163,7 @@ def in_from_transformers(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("whole", "several", "base", "more.safetensors", "fewer.safetensors", "shape.safetensors",
                  "other.safetensors", "torn.safetensors", "pickled.bin", "deep", "nowhere"):  # fmt: skip
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as said:
             try:
                 par = sw.parallelize(empty, plan, weights=where / name)
             except sw.ShardwiseError as error:
@@ -178,8 +172,7 @@ def in_from_transformers(folder: str) -> dict[str, Any]:
         with torch.no_grad():
             torch.testing.assert_close(par(input_ids=ids)["logits"], want(ids).logits, rtol=1e-4, atol=1e-5)
         found[name] = [str(one.message) for one in said if "weights" in str(one.message)]
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         par = sw.parallelize(empty, plan, weights=where / "fewer.safetensors", init=lambda name, tensor: NotImplemented)
     found["init"] = [str(one.message) for one in said if "weights" in str(one.message)]
     assert par.transformer.h.get_submodule("0").ln_1.bias.eq(0).all()
@@ -197,7 +190,7 @@ def plan_for(empty: nn.Module, ids: torch.Tensor, strategies: dict[str, str]) ->
 
 
 def test_weights_that_fit_come_in_and_others_are_named(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(in_from_transformers, 2, str(tmp_path), time_limit_seconds=240)):
+    for rank, found in enumerate(run_ranks(in_from_transformers, 2, str(tmp_path))):
         assert found["whole"] == found["several"] == found["base"] == []
         assert ["the module lacks surplus (1)" in text for text in found["more.safetensors"]] == [True] * (rank == 0)
         assert "does not have 1 of the module's" in found["fewer.safetensors"]
@@ -243,4 +236,4 @@ def adapters(folder: str) -> None:
 
 
 def test_of_a_peft_model_the_adapters_alone_are_saved(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(adapters, 2, str(tmp_path / "lora"), time_limit_seconds=240)
+    run_ranks(adapters, 2, str(tmp_path / "lora"))

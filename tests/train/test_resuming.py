@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from train.runs import split, tools, train
 
-RunRanks = Callable[..., list[Any]]
 SIZES = {"a": (4, 6), "b": (6, 3)}
 
 
@@ -75,14 +75,13 @@ def low_precision(folder: str) -> None:
 
 
 def in_parts(folder: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # low precision loses updates, and says so
+    with warnings.catch_warnings(action="ignore"):  # low precision loses updates, and says so
         stages(folder)
         low_precision(folder)
 
 
 def test_stages_and_low_precision_go_on(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(in_parts, 2, str(tmp_path), time_limit_seconds=240)
+    run_ranks(in_parts, 2, str(tmp_path))
 
 
 def killed_while_saving(folder: str) -> None:
@@ -99,8 +98,7 @@ def killed_while_saving(folder: str) -> None:
 def resumed(folder: str) -> tuple[str, list[str]]:
     par = split("dp1")
     optimizer, scheduler = tools(par)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         found = sw.load_checkpoint(folder, par, optimizer, schedulers=scheduler)
     return found.path.name, [str(one.message) for one in said]
 

@@ -3,7 +3,6 @@ and in one process: as if the run had been under that plan from the start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from models.tiny_models import VOCABULARY, gpt2
+from runtime.training import train
 from train.test_checkpoints import whole_tensors
 
-RunRanks = Callable[..., list[Any]]
 SAVED, STEPS = 4, 14
 # float64: the same sums in other orders, through 14 steps of AdamW (measured: 1e-14).
 TOLERANCE = 1e-11
@@ -64,13 +64,7 @@ def made(kind: str, seed: int) -> tuple[Any, torch.optim.Optimizer, Any]:
 
 
 def trained(par: Any, optimizer: torch.optim.Optimizer, scheduler: Any, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        losses.append(par.step(batch(step)).item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return losses
+    return train(par, ((batch(step),) for step in range(first, last)), optimizer, scheduler).losses
 
 
 def saves(folder: str) -> list[float]:
@@ -102,11 +96,11 @@ def alone(folder: str, kind: str) -> dict[str, Any]:
 def test_the_next_ten_losses_are_those_of_an_uninterrupted_run_under_each_plan(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    ranks = run_ranks(on_four, 4, str(tmp_path), time_limit_seconds=400)
+    ranks = run_ranks(on_four, 4, str(tmp_path))
     assert all(found == ranks[0] for found in ranks)
     found = ranks[0]
     for count, kind in ((3, "tp3"), (1, "one")):
-        found |= run_ranks(alone, count, str(tmp_path), kind, time_limit_seconds=240)[0]
+        found |= run_ranks(alone, count, str(tmp_path), kind)[0]
     saved = whole_tensors(tmp_path / "saved")
     assert sum("exp_avg" in name for name in saved) == 2 * sum(name.startswith("model.") for name in saved) - 2
     uninterrupted = found.pop("dp4")

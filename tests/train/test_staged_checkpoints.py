@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from runtime.staged_model import Staged, staged_batch
+from runtime.training import train
 
 STEPS = 4
 
@@ -27,13 +28,7 @@ def planned(**options: Any) -> sw.Plan | None:
 
 
 def stepped(par: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = par.step(*staged_batch(8, step))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    return losses
+    return train(par, (staged_batch(8, step) for step in steps), optimizer).losses
 
 
 def on_ranks(folder: str) -> dict[str, Any]:
@@ -66,10 +61,8 @@ def on_ranks(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_what_stages_saved_any_plan_loads_and_the_other_way(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    for found in run_ranks(on_ranks, 2, str(tmp_path), time_limit_seconds=240):
+def test_what_stages_saved_any_plan_loads_and_the_other_way(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for found in run_ranks(on_ranks, 2, str(tmp_path)):
         assert len(found) == 6
         for name, error in found.items():
             assert error < 1e-11, (name, error)  # float64: sums in another order, through four steps of AdamW

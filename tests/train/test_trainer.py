@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,10 +19,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from raising import raises
+from shardwise.train.trainer import _Log
 from train.runs import split, tools
-
-RunRanks = Callable[..., list[Any]]
 
 
 def data() -> TensorDataset:
@@ -96,7 +95,30 @@ def on_ranks(folder: str) -> list[float]:
     assert second.step == 9
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     damaged(Path(folder) / "damaged", rank)
+    called_back(rank)
     return by_hand(9)
+
+
+def called_back(rank: int) -> None:
+    """Every rank is called with every line, and one of them ends training; its model FLOPs are counted."""
+    lines: list[tuple[int, Any]] = []
+
+    def told(own: sw.Trainer, line: Any) -> None:
+        lines.append((own.step, line))
+        if own.step == 3 and rank == 1:
+            own.stop()
+
+    own = trainer(None, callbacks=[told], evaluate=lambda par: {"half": 0.5}, evaluate_every=2)
+    own.fit(5)
+    assert own.stopped
+    assert [step for step, _ in lines] == [1, 2, 2, 3]
+    assert lines[2][1] == {"half": 0.5}
+    products = 5 * (12 * 36 + 12 * 12 + 2 * 12 * 10 + 12 * 14) + 2 * 6 * 5 * 5 * 2  # of a sample: weights, attention
+    peak = 2 * sw.Cluster.of(2).device.peak_flops("f64")
+    for _, line in lines[:2]:
+        assert line["mfu"] * peak / line["samples_per_second"] == pytest.approx(3 * 2 * products)
+    own.fit(2)  # from the start, as there is no folder
+    assert (own.step, own.stopped) == (2, False)
 
 
 def damaged(where: Path, rank: int) -> None:
@@ -108,8 +130,7 @@ def damaged(where: Path, rank: int) -> None:
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     dist.barrier()
     again = trainer(where, save_every=1)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         again.fit(3)
     assert rank > 0 or any("step-2 is skipped" in str(one.message) for one in said)
     dist.barrier()
@@ -121,9 +142,16 @@ def damaged(where: Path, rank: int) -> None:
         sw.Trainer(par, optimizer, nothing).fit(1)
 
 
+def test_logged_steps_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    for progress in (True, False):
+        with _Log(None, False, progress, 3) as log:
+            log.write(2, {"loss": 1.25, "lr": 0.001})
+    assert capsys.readouterr().out.strip() == "step 2: loss 1.25, lr 0.001"
+
+
 def test_the_loop_is_its_parts_and_survives_a_signal(run_ranks: RunRanks, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    want = run_ranks(on_ranks, 2, str(tmp_path), time_limit_seconds=240)[0]
+    want = run_ranks(on_ranks, 2, str(tmp_path))[0]
     lines = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
     steps = {line["step"]: line for line in lines if "loss" in line}
     assert [steps[step]["loss"] for step in range(1, 10)] == pytest.approx(want, rel=1e-12)
@@ -150,8 +178,7 @@ def odd_runs(folder: str) -> None:
     said: list[str] = []
 
     def in_a_thread() -> None:
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as heard:
             second = trainer(None)
             second.fit(1)
             assert second.step == 1
@@ -164,7 +191,7 @@ def odd_runs(folder: str) -> None:
 
 
 def test_odd_metrics_modes_and_threads_end_no_run(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(odd_runs, 2, str(tmp_path), time_limit_seconds=240)
+    run_ranks(odd_runs, 2, str(tmp_path))
 
     def no_constant(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")

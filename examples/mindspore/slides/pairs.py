@@ -55,7 +55,7 @@ def run(make_net) -> tuple[float, list[Issued], list[Issued]]:
 
 def part_of(whole: torch.Tensor, parameter: ms.Parameter) -> torch.Tensor:
     """What this rank must hold of ``whole``, if it holds it as it holds the parameter."""
-    from shardwise.mindspore.engine import holding_of
+    from shardwise.mindspore.holding import holding_of
     from shardwise.runtime.local_shards import shard
 
     holding = holding_of(parameter)

@@ -3,12 +3,12 @@
 from collections import deque
 
 import numpy as np
+from shardwise.mindspore.nn.probability import distribution as msd
 
 import shardwise.mindspore as ms
 import shardwise.mindspore.common.dtype as mstype
 from shardwise.mindspore import Tensor, context, nn, ops
 from shardwise.mindspore.communication import get_group_size, get_rank, init
-from shardwise.mindspore.nn.probability import distribution as msd
 
 
 class PolicyNetWithLossCell(nn.Cell):

@@ -5,28 +5,48 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwise.errors import ShardwiseError
 
 EXIT_USAGE = 2
 
 
+class Suggestions(tuple[str, ...]):
+    """Values that shells complete, of an option that takes others as well."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are two lines: what is wrong, and the nearest word that is known or where to look."""
 
+    given: tuple[str, ...] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = tuple(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
+        if "arguments are required" in message:  # one of them may be misspelt
+            names = [text.partition("=")[0] for text in self.given if text.startswith("--")]
+            message = next((f"unrecognized arguments: {n}" for n in names if not self._knows(n)), message)
         unknown = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
         word = next(filter(None, unknown.groups()), "").partition("=")[0] if unknown else ""
         near = get_close_matches(word, self._words(), 1)
         fix = f"did you mean {near[0]}?" if near else f"{self.prog} --help"
         what = f"{message.partition(' (choose from')[0]}" if near else message
         self.exit(EXIT_USAGE, f"{self.prog}: {what}\n  fix:    {fix}\n")
+
+    def _knows(self, option: str) -> bool:
+        return any(word.startswith(option) for word in self._words())
 
     def _words(self) -> list[str]:
         """Return options and choices, those of subcommands too."""

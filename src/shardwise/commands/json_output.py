@@ -96,6 +96,7 @@ def explanation_data(
         "alone": answer.alone,
         "decided_by": answer.decided_by or None,
         "favour_seconds": answer.favour,
+        "tie": answer.tie or None,
         "alternatives": [
             {
                 "choice": alternative.choice,

@@ -9,10 +9,9 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.errors import ShardwiseError
 from shardwise.progress import show_progress
@@ -36,8 +35,7 @@ class BuildError(Exception):
         traceback.print_exception(type(self.error), self.error, self.step, file=sys.stderr)
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """A module with its example inputs and its loss function (or None)."""
 
     module: nn.Module
@@ -145,11 +143,10 @@ def _import_module(place: str) -> Any:
         raise ShardwiseError(f"there is no file {place}", fix="check the path")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "a file that ends in .py has a loader"
-    assert spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    with _UserCodeErrors():
-        spec.loader.exec_module(module)
+    with _UserCodeErrors():  # as Python runs a script: no bytecode is left beside it
+        exec(compile(path.read_bytes(), str(path.absolute()), "exec", dont_inherit=True), module.__dict__)
     return module
 
 

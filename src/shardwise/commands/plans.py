@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from math import isnan
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.commands.command import Command, add_output, writing
+from shardwise.commands.command import Command, Suggestions, add_output, writing
 from shardwise.commands.json_output import entry_data, explanation_data, ranking_data, show, totals
 from shardwise.commands.models import add_model, load_named_object, model_of, names_plan
 from shardwise.costs.cluster import Cluster
+from shardwise.costs.cluster_file import families
+from shardwise.costs.failures import FailureStatistics
+from shardwise.costs.units import parse_quantity
 from shardwise.errors import ShardwiseError
 from shardwise.progress import show_progress
 from shardwise.untrusted_text import whole_number
@@ -38,21 +43,24 @@ _PLAIN = (
     "schedule",
     "zero",
 )
+_PRICED = {"search": "dynamic_programming"}
 _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "f8": "float8_e4m3fn"}
 
 
 def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> None:
-    """Add one option per setting. ``cluster``: whether ``--cluster`` is required."""
+    """Add the model, and one option per setting. ``cluster``: whether ``--cluster`` is required."""
+    add_model(parser)
     add = parser.add_argument
     add(
         "--cluster",
         required=cluster,
+        choices=Suggestions(families()),
         metavar="CLUSTER",
         help="a bundled name, a file, or a number of devices like those here, without a memory limit",
     )
     modes = ("auto", "semi_auto", "data_parallel", "stand_alone")
     add("--mode", choices=modes, metavar="MODE", help="auto, semi_auto, data_parallel or stand_alone (auto)")
-    add("--search", metavar="SEARCH", help="dynamic_programming, ilp, recursive_programming or sharding_propagation")
+    add("--search", metavar="SEARCH", help="dynamic_programming, recursive_programming or sharding_propagation")
     add("--mesh", metavar="AXES", help="such as dp=16,tp=8 (chosen by the search)")
     add("--max-mesh-axes", type=int, default=2, metavar="N", help="largest number of axes of the tried meshes (2)")
     add("--global-batch", type=int, metavar="N", help="samples of an optimizer step (those of the example inputs)")
@@ -60,6 +68,7 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     add("--per-micro-batch", action="append", metavar="NAME", help="term of the loss averaged over micro-batches")
     add(
         "--precision",
+        choices=Suggestions(_DTYPES),
         metavar="DTYPES",
         help="bf16 to compute in it, or compute=bf16,parameter=f32,reduce=f32 (the model's own)",
     )
@@ -67,13 +76,17 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     add("--optimizer", default="adamw", help="whose states count as memory (adamw); 'adamw on host': in host memory")
     add("--strategy", action="append", metavar="NAME=TEXT", help="of submodules: 'blocks.*.up=n@tp'; repeatable")
     add("--layout", action="append", metavar="NAME=TEXT", help="of an input, parameter or buffer: 'x=[32@dp, 512]'")
-    add("--bucket-bytes", type=int, metavar="N", help="size of gradient buckets (25 MiB)")
+    add("--bucket-bytes", type=int, metavar="N", help="size of gradient buckets (by price)")
     add("--imbalance", type=float, metavar="FACTOR", help="rows on the busiest owner of experts over the mean (1.2)")
-    add("--recompute", metavar="HOW", help="auto, none, gathers, cheap, cheap+gathers or full (auto)")
+    policies = Suggestions(("auto", "none", "gathers", "cheap", "cheap+gathers", "full", "all"))
+    add("--recompute", choices=policies, metavar="HOW", help="auto, none, gathers, cheap, cheap+gathers or full (auto)")
     add("--offload", choices=("auto", "none", "all"), help="saved tensors that wait in host memory (auto)")
     add("--stages", metavar="N", help="pipeline stages: a number, marked (sw.stage), or auto")
-    add("--schedule", metavar="NAME", help="pipeline schedule: 1F1B, GPipe, ZBVZeroBubble, Solved, ... (1F1B)")
+    schedules = "GPipe 1F1B LoopedBFS Interleaved1F1B InterleavedZeroBubble ZBVZeroBubble DualPipeV Solved"
+    says = "pipeline schedule: 1F1B, GPipe, ZBVZeroBubble, Solved, ... (1F1B)"
+    add("--schedule", choices=Suggestions(schedules.split()), metavar="NAME", help=says)
     add("--zero", type=int, choices=(1, 2, 3), help="ZeRO stage: shard parameters, gradients and states")
+    add("--no-cache", dest="cache", action="store_false", help="neither read nor keep plans in the cache folder")
     add("--seconds", type=float, metavar="S", help="end with the best plan so far, and after these no suggestion (30)")
 
 
@@ -123,7 +136,7 @@ def _precision(text: str) -> Any:
 
     from shardwise.graph.step_precision import Precision
 
-    pairs = {"compute": text} if text in _DTYPES or text in _DTYPES.values() else _pairs(text.split(","), "--precision")
+    pairs = _pairs(text.split(","), "--precision") if "=" in text else {"compute": text}
     wrong = [f"{key}={value}" for key, value in pairs.items() if value not in _DTYPES and value not in _DTYPES.values()]
     if wrong or pairs.keys() - {"compute", "parameter", "reduce", "products"}:
         raise ShardwiseError(
@@ -137,24 +150,25 @@ def _precision(text: str) -> Any:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
     add_settings(parser)
     parser.add_argument("--compare", action="store_true", help="plan with every search and print a table")
     add_output(parser, "write the plan (with --compare the fastest one) as JSON", required=False)
 
 
 def _plan(chosen: argparse.Namespace) -> int:
-    from shardwise.api import compare, plan
+    from shardwise.api import compare
 
     if chosen.compare and (chosen.search or chosen.seconds is not None):
         fix = f"leave out {'--search' if chosen.search else '--seconds'} or --compare"
         raise ShardwiseError("--compare plans with every search, to its end", fix=fix)
-    cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
-    model = model_of(chosen)
     planned: Plan | None
+    shown: Any
+    data: Callable[[], Any]
     if chosen.compare:
+        cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
+        module, inputs, loss = model_of(chosen)
         with show_progress("planning with every search", lines=True):
-            comparison = compare(model.module, model.inputs, cluster, loss=model.loss, **settings)
+            comparison = compare(module, inputs, cluster, loss=loss, **settings)
         best = comparison.best
         planned = None if best is None else best.plan
         rows = [
@@ -166,51 +180,89 @@ def _plan(chosen: argparse.Namespace) -> int:
             }
             for row in comparison
         ]
-        show(comparison, chosen, lambda: rows)
+        shown, data = comparison, lambda: rows
     else:
-        if not {"search", "mode", "strategies"} & settings.keys():
-            settings["search"] = "dynamic_programming"
-        with show_progress(f"planning for {chosen.cluster}", lines=True):
-            planned = plan(
-                model.module, model.inputs, cluster, loss=model.loss, seconds=chosen.seconds, **settings
-            ).plan
-        show(planned, chosen, lambda: json.loads(planned.to_json()))
-    if planned is None:
-        return 1
-    if chosen.output:
+        has_search = chosen.search or chosen.mode or chosen.strategy
+        planned = _planned(chosen, {} if has_search else _PRICED, cache=chosen.cache).plan
+        shown, data = planned, partial(_as_json, planned)
+    if chosen.output and planned is not None:  # before it is shown: head ends the program
         with writing(chosen.output):
             planned.save(chosen.output)
-        if not chosen.json:
-            print(f"\nwritten to {chosen.output}: sw.Plan.load({chosen.output!r})")
+    show(shown, chosen, data)
+    if planned is None:
+        return 1
+    if chosen.output and not chosen.json:
+        print(f"\nwritten to {chosen.output}: sw.Plan.load({chosen.output!r})")
     return 0
+
+
+def _as_json(plan: Plan) -> Any:
+    return json.loads(plan.to_json())
+
+
+def _planned(chosen: argparse.Namespace, defaults: Mapping[str, Any], *, cache: bool) -> PlanningResult:
+    """Plan the model. ``defaults``: of settings that the options do not give."""
+    from shardwise.api import plan
+
+    if chosen.cluster is None:
+        raise ShardwiseError("a model needs a cluster", fix="add --cluster h100-1x8, or give a plan file")
+    cluster, settings = cluster_of(chosen.cluster), {**defaults, **settings_of(chosen)}
+    module, inputs, loss = model_of(chosen)
+    with show_progress(f"planning for {chosen.cluster}", lines=True):
+        return plan(module, inputs, cluster, loss=loss, seconds=chosen.seconds, cache=cache, **settings)
+
+
+def _searched(chosen: argparse.Namespace) -> PlanningResult:
+    """Plan the model by price, for its search: a plan of the cache has none."""
+    return _planned(chosen, _PRICED, cache=False)
 
 
 # -- fits --------------------------------------------------------------------------------------------------------------
 
 
 def _add_fits(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
     add_settings(parser)
     parser.add_argument("--price", type=float, metavar="X", help="price of a device-hour, for the price of 1e9 tokens")
+    parser.add_argument("--days", type=float, metavar="N", help="also say how much of N days trains")
+    parser.add_argument(
+        "--mtbf", type=float, metavar="HOURS", help="hours of a device between interruptions (of the cluster file)"
+    )
+    parser.add_argument("--restart", type=float, metavar="SECONDS", help="to begin again behind an interruption")
+    parser.add_argument("--store", metavar="RATE", help='of checkpoints, by device: "100 MB/s"')
 
 
 def _fits(chosen: argparse.Namespace) -> int:
     from shardwise.planning.fits import fits
 
-    cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
-    model = model_of(chosen)
+    cluster, settings = _with_failures(cluster_of(chosen.cluster), chosen), settings_of(chosen)
+    settings |= {"seconds": chosen.seconds, "cache": chosen.cache, "price_per_hour": chosen.price, "days": chosen.days}
+    module, inputs, loss = model_of(chosen)
     with show_progress(f"planning for {chosen.cluster}, with suggestions", lines=True):
-        answer = fits(
-            model.module,
-            model.inputs,
-            cluster,
-            loss=model.loss,
-            seconds=chosen.seconds,
-            price_per_hour=chosen.price,
-            **settings,
-        )
+        answer = fits(module, inputs, cluster, loss=loss, **settings)
     show(answer, chosen, answer.as_data)
     return 0 if answer.ok else 1
+
+
+def _with_failures(cluster: Cluster | int, chosen: argparse.Namespace) -> Cluster | int:
+    """Return the cluster with the failure statistics that the options give."""
+    options = {"hours_between": chosen.mtbf, "restart": chosen.restart}
+    changes: dict[str, float] = {name: number for name, number in options.items() if number is not None}
+    if chosen.store is not None:
+        changes["store"] = parse_quantity(chosen.store, "B/s")
+    if not changes:
+        return cluster
+    if chosen.days is None:
+        raise ShardwiseError("--mtbf, --restart and --store are about a period", fix="add --days 30")
+    for name, number in changes.items():
+        if not (isfinite(number) and number > 0):
+            raise ShardwiseError(f"{name} must be a positive number, got {number:g}")
+    described = Cluster.of(cluster)
+    failures = described.failures
+    if chosen.mtbf is not None:
+        failures = replace(failures or FailureStatistics(chosen.mtbf), interruptions=0.0)
+    if failures is None:
+        raise ShardwiseError(f"{described.name} has no failure statistics", fix="add --mtbf HOURS")
+    return replace(described, failures=replace(failures, **changes))
 
 
 # -- explain, top, diff ------------------------------------------------------------------------------------------------
@@ -218,7 +270,6 @@ def _fits(chosen: argparse.Namespace) -> int:
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="an operator or a parameter, as the plan prints it")
-    add_model(parser)
     add_settings(parser, cluster=False)
 
 
@@ -236,7 +287,6 @@ def _explain(chosen: argparse.Namespace) -> int:
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
     add_settings(parser)
     parser.add_argument("-k", type=int, default=5, help="how many plans (5)")
 
@@ -250,7 +300,6 @@ def _top(chosen: argparse.Namespace) -> int:
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
     add_settings(parser)
     add_output(parser, "the trace file, for https://ui.perfetto.dev")
 
@@ -264,7 +313,6 @@ def _trace(chosen: argparse.Namespace) -> int:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
     add_settings(parser, cluster=False)
     parser.add_argument("--other", metavar="PLAN", help="another plan file to compare with")
     add_output(parser, "the HTML file, such as plan.html")
@@ -272,32 +320,19 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def _report(chosen: argparse.Namespace) -> int:
     from shardwise.plans.plan import Plan
+    from shardwise.plans.result import plan_of
     from shardwise.report.page import write_page
 
     other = None if chosen.other is None else Plan.load(chosen.other)
-    if _is_plan(chosen.model):
-        alone = Plan.load(chosen.model)
-        with writing(chosen.output):
-            write_page(chosen.output, alone, other=other)
-    else:
-        plan = _searched(chosen)
-        with show_progress("writing the page"), writing(chosen.output):
-            plan.report.write(chosen.output, other=other)
+    planned = Plan.load(chosen.model) if _is_plan(chosen.model) else _searched(chosen)
+    with show_progress("writing the page"), writing(chosen.output):
+        if isinstance(planned, Plan) or planned.search_report is None:  # of a file, a mode or by hand: without a search
+            write_page(chosen.output, plan_of(planned), other=other)
+        else:
+            planned.report.write(chosen.output, other=other)
     size = Path(chosen.output).stat().st_size
     show(f"written to {chosen.output}", chosen, lambda: {"written": chosen.output, "bytes": size})
     return 0
-
-
-def _searched(chosen: argparse.Namespace) -> PlanningResult:
-    from shardwise.api import plan
-
-    if chosen.cluster is None:
-        raise ShardwiseError("a model needs a cluster", fix="add --cluster h100-1x8, or give a plan file")
-    model = model_of(chosen)
-    with show_progress(f"planning for {chosen.cluster}", lines=True):
-        settings = {"search": "dynamic_programming", **settings_of(chosen)}
-        cluster = cluster_of(chosen.cluster)
-        return plan(model.module, model.inputs, cluster, loss=model.loss, seconds=chosen.seconds, **settings)
 
 
 def _is_plan(text: str) -> bool:
@@ -331,7 +366,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 
 def _diff(chosen: argparse.Namespace) -> int:
     from shardwise.plans.plan import Plan
-    from shardwise.plans.price_scope import figures
+    from shardwise.plans.price_scope import default_seconds, figures
 
     if chosen.max_growth is not None and isnan(chosen.max_growth):
         raise ShardwiseError("--max-growth is not a number", fix="give percent, such as --max-growth 5")
@@ -340,8 +375,8 @@ def _diff(chosen: argparse.Namespace) -> int:
     growth: dict[str, float] = {}
     first_figures, second_figures = figures(first), figures(second)
     if first_figures is not None and second_figures is not None:
-        for name, before, after in zip(("step", "memory"), first_figures, second_figures, strict=True):
-            growth[name] = after / before - 1 if before else 0.0
+        pairs = {"step": map(default_seconds, (first, second)), "memory": (first_figures[1], second_figures[1])}
+        growth = {name: after / before - 1 if before else 0.0 for name, (before, after) in pairs.items()}
     data = {
         "growth": growth or None,
         **{title: [list(entry) for entry in getattr(diff, title)] for title in ("settings", "layouts", "strategies")},
@@ -373,9 +408,9 @@ def _verify(chosen: argparse.Namespace) -> int:
     from shardwise.proof.verify import verify
 
     plan = Plan.load(chosen.plan)
-    model = model_of(chosen, values=True)
+    module, inputs, loss = model_of(chosen, values=True)
     with show_progress(f"running {plan.num_ranks} ranks and one device"):
-        report = verify(model.module, model.inputs, plan, loss=model.loss, steps=chosen.steps)
+        report = verify(module, inputs, plan, loss=loss, steps=chosen.steps)
     data = {
         "ok": report.ok,
         "max_error": report.max_error,
@@ -420,17 +455,9 @@ def _check(chosen: argparse.Namespace) -> int:
             raise ShardwiseError(f"{place} has no {name}", fix="define it, or name another plan")
     mesh = None if chosen.mesh is None else Mesh.parse(chosen.mesh)
     cluster = None if chosen.cluster is None else Cluster.of(cluster_of(chosen.cluster))
-    model = model_of(chosen, values=True)
-    outcome = check(
-        model.module,
-        model.inputs,
-        plan,
-        chosen.devices,
-        mesh=mesh,
-        loss=model.loss,
-        cluster=cluster,
-        beside=not chosen.no_price,
-    )
+    module, inputs, loss = model_of(chosen, values=True)
+    options: dict[str, Any] = {"mesh": mesh, "cluster": cluster, "beside": not chosen.no_price}
+    outcome = check(module, inputs, plan, chosen.devices, loss=loss, **options)
     show(outcome, chosen, outcome.as_data)
     return {"equal": 0, "wrong": 1, "not run": 3}[outcome.verdict]
 
@@ -451,18 +478,10 @@ def run_rank_alone(rank: int, arguments: Sequence[str]) -> int:
     from shardwise.runtime.single_rank import run_alone
 
     plan = Plan.load(chosen.plan)
-    model = model_of(chosen)
+    module, inputs, loss = model_of(chosen)
+    options: dict[str, Any] = {"device": chosen.device, "compile": chosen.compile, "steps": chosen.steps}
     with show_progress(f"running rank {rank} of {plan.num_ranks}"):
-        measured = run_alone(
-            model.module,
-            model.inputs,
-            plan,
-            rank,
-            loss=model.loss,
-            device=chosen.device,
-            compile=chosen.compile,
-            steps=chosen.steps,
-        )
+        measured = run_alone(module, inputs, plan, rank, loss=loss, **options)
     print(measured)
     return 0
 

@@ -9,6 +9,7 @@ describes them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -16,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from shardwise.costs.failures import FailureStatistics
 from shardwise.costs.units import Figures, format_quantity
 from shardwise.errors import ShardwiseError
 
@@ -104,6 +106,11 @@ class Device:
     def usable_bytes(self) -> float:
         """Return the bytes available to a plan's tensors: device memory less the reserve."""
         return self.memory_bytes - self.reserve_bytes
+
+    @property
+    def is_cuda(self) -> bool:
+        """Return whether torch calls it "cuda", as GPUs of NVIDIA and of AMD, by its name."""
+        return re.search("NVIDIA|Tesla|Quadro|GeForce|AMD", self.name) is not None
 
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s of a dtype, or of the one that it is computed in."""
@@ -200,6 +207,7 @@ class Cluster:
         levels: Network levels, innermost first; ``num_devices`` is the product of their sizes.
         mixed: (device name, number) per kind, if the devices are not equal.
         price_per_hour: Price of a device in any currency (0: not known); the mean over several kinds.
+        failures: Failure statistics, if there are any.
         sources: (figure, source of the figure) pairs.
     """
 
@@ -208,6 +216,7 @@ class Cluster:
     levels: tuple[Level, ...]
     mixed: tuple[tuple[str, int], ...] = ()
     price_per_hour: float = 0.0
+    failures: FailureStatistics | None = None
     sources: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property

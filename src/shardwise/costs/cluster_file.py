@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from math import inf, prod
@@ -20,6 +21,7 @@ from typing import Any
 
 from shardwise.costs.cluster import MOVES, PRODUCTS, Cluster, Device, Level, rate_dtype, slowest_device
 from shardwise.costs.collectives import KINDS
+from shardwise.costs.failures import FailureStatistics
 from shardwise.costs.units import RANGES, Figures, format_quantity, parse_quantity
 from shardwise.errors import ShardwiseError, page
 from shardwise.hosts import read_hostfile, read_rank_table
@@ -51,7 +53,16 @@ _LEVEL_KEYS = {
     "in_switch": ("in_switch", "", False, True),
     "spread": ("spread", "", False, True),
 }
+_TABLES = "name", "price_per_hour", "device", "devices", "levels", "failures", "sources", "measured"
 _LEVEL_TABLES = "name", "size", "shared_by", "group_bandwidths", "efficiency", "launches", "lines", "hierarchical"
+_FAILURE_KEYS = {
+    "hours_between": ("hours_between", "", True, False),
+    "interruptions": ("interruptions", "", False, True),
+    "machine_share": ("machine_share", "", False, True),
+    "detection": ("detection", "s", False, True),
+    "restart": ("restart", "s", False, True),
+    "store": ("store", "B/s", False, True),
+}
 _LINE = re.compile(r"(?P<kind>[a-z_]+) over (?P<units>[1-9][0-9]{0,6})")
 _SIZED = re.compile(r"(?P<family>.+)-(?P<nodes>[0-9]{1,7})x(?P<devices>[0-9]{1,7})")
 _COUNT = re.compile(r"[1-9][0-9]{0,6}")
@@ -102,7 +113,8 @@ def _bundled(name: str) -> Cluster:
     if chosen not in families():
         what = f"unknown cluster {shorten_repr(name)}"
         facts = [("bundled", ", ".join(families()))]
-        raise ShardwiseError(what, facts=facts, fix="pass a name (h100-16x8: 16 nodes of 8) or a .toml file")
+        near = "".join(f"did you mean {found}? " for found in get_close_matches(chosen, families(), 1))
+        raise ShardwiseError(what, facts=facts, fix=f"{near}pass a name (h100-16x8: 16 nodes of 8) or a .toml file")
     largest = family(chosen)
     most = prod(level.size for level in largest.levels[:-1]) if len(largest.levels) > 1 else largest.num_devices
     nodes, devices = (int(sized["nodes"]), int(sized["devices"])) if sized else (1, most)
@@ -277,7 +289,7 @@ def parse(text: str, path: str = "cluster.toml") -> Cluster:
 
 def _cluster(content: Mapping[str, Any], path: str) -> Cluster:
     reader = _FigureReader(path)
-    reader.unknown(content, {"name", "price_per_hour", "device", "devices", "levels", "sources", "measured"}, "")
+    reader.unknown(content, {*_TABLES}, "")
     name = reader.text(content, "name", "")
     price = reader.figure(content.get("price_per_hour", 0.0), "", "price_per_hour", may_be_zero=True)
     levels = tuple(_level(reader, entry, f"levels[{i}]") for i, entry in enumerate(reader.tables(content, "levels")))
@@ -291,6 +303,7 @@ def _cluster(content: Mapping[str, Any], path: str) -> Cluster:
         sizes = " x ".join(str(level.size) for level in levels)
         total = sum(count for _, count in counted)
         reader.complain("devices", f"are {total}, but the levels hold {sizes} = {num_devices}")
+    failures = _failures(reader, content) if "failures" in content else None
     sources = tuple(
         (key, reader.source(value, f"sources.{_key(key)}"))
         for key, value in reader.table(content, "sources", "").items()
@@ -300,7 +313,16 @@ def _cluster(content: Mapping[str, Any], path: str) -> Cluster:
     for device, count in counted:
         kinds[device.name] = kinds.get(device.name, 0) + count
     mixed = tuple(kinds.items()) if len(kinds) > 1 else ()
-    return Cluster(name, slowest_device([device for device, _ in counted]), levels, mixed, price, sources)
+    return Cluster(name, slowest_device([device for device, _ in counted]), levels, mixed, price, failures, sources)
+
+
+def _failures(reader: _FigureReader, content: Mapping[str, Any]) -> FailureStatistics | None:
+    table = reader.table(content, "failures", "")
+    reader.unknown(table, {*_FAILURE_KEYS}, "failures")
+    figures = reader.figures(table, _FAILURE_KEYS, "failures")
+    if figures.get("machine_share", 1.0) > 1:
+        reader.complain("failures.machine_share", f"{figures['machine_share']:g} is more than 1")
+    return FailureStatistics(**figures) if "hours_between" in figures else None
 
 
 def _devices(reader: _FigureReader, content: Mapping[str, Any]) -> list[tuple[Device, int]]:
@@ -443,6 +465,8 @@ def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) 
         for kind, units, seconds, per_byte in level.lines:
             figures = f"{_figure(seconds, 's')}, {_figure(1 / per_byte, 'B/s')}"
             lines += [f"{_quoted(f'{kind} over {units}')} = [{figures}]"]
+    if cluster.failures is not None:
+        lines += ["", "[failures]", *_figures(_FAILURE_KEYS, cluster.failures)]
     if cluster.sources:
         lines += ["", "[sources]", *(f"{_quoted(key)} = {_quoted(value)}" for key, value in cluster.sources)]
     if measured:
@@ -450,7 +474,9 @@ def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) 
     return "\n".join(lines) + "\n"
 
 
-def _figures(keys: Mapping[str, tuple[str, str, bool, bool]], described: Device | Level) -> Iterator[str]:
+def _figures(
+    keys: Mapping[str, tuple[str, str, bool, bool]], described: Device | Level | FailureStatistics
+) -> Iterator[str]:
     for key, (name, unit, *_) in keys.items():
         yield f"{key} = {_figure(getattr(described, name), unit)}"
 

@@ -16,6 +16,8 @@ import torch
 from shardwise.graph.attention_within import ATTENTION_WITHIN, num_pairs
 from shardwise.graph.einsum import terms_of
 from shardwise.graph.grouped import grouped_mm
+from shardwise.graph.head_loss import HEAD_LOSS, HEAD_TERMS
+from shardwise.graph.ir import Graph
 from shardwise.graph.schema import AnyCall, arguments, operator_name
 from shardwise.rules.arguments import operand_positions
 from shardwise.rules.attention_kernels import RING_GRADIENTS, RING_STEP, busiest_block
@@ -36,6 +38,19 @@ def flops_of(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """Return the operations of ``op`` on operands and results of these shapes; 0 for operators that are not counted."""
     count = FLOPS.get(op.target)
     return 0 if count is None else count(op, operands, results)
+
+
+def training_flops(graph: Graph) -> tuple[float, set[torch.dtype]]:
+    """Return the operations of forward and backward, without recomputation, and the dtypes of the products."""
+    total, dtypes = 0.0, set[torch.dtype]()
+    for op in graph.ops:
+        operands, results = (tuple(tuple(graph.by_name[n].shape) for n in names) for names in (op.operands, op.results))
+        if flops := flops_of(op, operands, results):
+            values = [graph.by_name[name] for name in op.operands]
+            needed = sum(value.requires_grad and len(value.shape) > 1 for value in values)
+            total += flops * (1 + min(needed, 2))  # attention has three operands, and four products for its two
+            dtypes.add(values[0].dtype)
+    return total, dtypes
 
 
 def unmasked_share(call: AnyCall, query: tuple[int, ...], key: tuple[int, ...]) -> float:
@@ -118,6 +133,11 @@ def _grouped_mm_backward(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return 2 * rows * size * columns * experts // prod(op.args[4])
 
 
+def _head(op: AnyCall, operands: Shapes, results: Shapes) -> int:
+    """Every row meets every class."""
+    return 2 * prod(operands[0]) * prod(operands[1][:-1])
+
+
 def _outer(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return prod(results[0])
 
@@ -136,13 +156,9 @@ FLOPS: dict[torch._ops.OpOverload, Flops] = {
     aten.dot.default: _contraction(0),
     aten.vdot.default: _contraction(0),
     aten.outer.default: _outer,
-    aten.addr.default: _outer,
     # A subtraction, a power and an addition for every coordinate of every pair.
     aten.cdist.default: lambda op, operands, results: 3 * prod(results[0]) * operands[0][-1],
     aten.addmm.default: _contraction(1),
-    aten.baddbmm.default: _contraction(1),
-    aten.addmv.default: _contraction(1),
-    aten.addbmm.default: lambda op, operands, results: 2 * prod(operands[1]) * operands[2][-1],
     aten.einsum.default: _einsum,
     # ``b h t d, b h s d, b h s e -> b h t e``: scores, and the mean of the values.
     aten.scaled_dot_product_attention.default: lambda op, operands, results: (
@@ -152,6 +168,7 @@ FLOPS: dict[torch._ops.OpOverload, Flops] = {
     **dict.fromkeys((RING_STEP, RING_GRADIENTS), _ring_step),
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
+    **dict.fromkeys((HEAD_LOSS, HEAD_TERMS), _head),
     grouped_mm._opoverload: _grouped_mm,
     torch.ops.shardwise.grouped_mm_of_x.default: _grouped_mm_backward,
     torch.ops.shardwise.grouped_mm_of_weight.default: _grouped_mm_backward,

@@ -12,16 +12,16 @@ that do not load several numbers at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch._ops import OpOverload
 
-from shardwise.costs.cluster import MOVES, PRODUCTS, Device
+from shardwise.costs.cluster import MOVES, PRODUCTS, Cluster, Device
 from shardwise.costs.flops import kernel_flops
 from shardwise.graph.ir import Arg, Ref
 from shardwise.graph.schema import arguments, operator_name
@@ -63,6 +63,12 @@ _KIND_OF = {
     "max_pool2d_with_indices": "pool",
     "max_pool2d_with_indices_backward": "pool_backward",
 }
+
+
+def peak_flops(cluster: Cluster, dtypes: Iterable[torch.dtype]) -> float:
+    """Return the FLOP/s of all devices in the fastest of these dtypes; 0 for none."""
+    rates = (cluster.device.peak_flops(DTYPE_NAMES.get(dtype, "f32")) for dtype in dtypes)
+    return cluster.num_devices * max(rates, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,55 +131,43 @@ class KernelCall:
 def work_of(call: KernelCall, operands: Sequence[Form], results: Sequence[Form]) -> KernelWork:
     """Return the work of a kernel on operands and results of these forms. Of a target that is no operator of PyTorch
     only what it moves is known."""
-    return replace(
-        _work_of(call, operands, results), made=max((float(form.num_bytes) for form in results), default=0.0)
-    )
-
-
-def _work_of(call: KernelCall, operands: Sequence[Form], results: Sequence[Form]) -> KernelWork:
-    shapes = tuple(form.shape for form in operands), tuple(form.shape for form in results)
-    num_bytes = float(sum(form.num_bytes for form in (*operands, *results)))
+    read, written = ([form.num_bytes for form in forms] for forms in (operands, results))
+    num_bytes, work = float(sum(read) + sum(written)), partial(KernelWork, made=float(max(written, default=0)))
     if not isinstance(call.target, OpOverload):
-        return KernelWork(num_bytes=num_bytes)
+        return work(num_bytes=num_bytes)
     name = operator_name(call.target)
     dtype = next((DTYPE_NAMES[form.dtype] for form in operands if form.dtype in DTYPE_NAMES), "f32")
+    shapes = tuple(form.shape for form in operands), tuple(form.shape for form in results)
     if flops := kernel_flops(call, *shapes):
-        return _product(name, call, shapes[0], flops, num_bytes, dtype)
+        return _product(name, call, shapes[0], partial(work, flops=flops, num_bytes=num_bytes, dtype=dtype))
     if name.startswith("nll_loss"):  # picks a number of each row, and fills what it makes in backward
         labels = sum(float(form.num_bytes) for form in operands if not form.dtype.is_floating_point)
-        return KernelWork(
-            num_bytes=2 * labels, written=float(results[0].num_bytes) if name.endswith("backward") else 0.0
-        )
+        return work(num_bytes=2 * labels, written=float(written[0]) if name.endswith("backward") else 0.0)
     if name in _ADD_ROWS:
-        table = float(results[0].num_bytes) if results else 0.0
-        return KernelWork(
-            "scatter", num_bytes=2 * max((float(f.num_bytes) for f in operands), default=0.0), written=table
-        )
+        return work("scatter", num_bytes=2 * float(max(read, default=0)), written=float(sum(written[:1])))
     if name in READ_ROWS and operands and results:
-        num_bytes += float(results[0].num_bytes) - float(operands[0].num_bytes)
-        return KernelWork(num_bytes=num_bytes)
+        return work(num_bytes=num_bytes + float(written[0]) - float(read[0]))
     if name in _REDUCTIONS and operands and results and results[0].shape != operands[0].shape:
         kept = bool(results[0].shape) and results[0].shape[-1:] == operands[0].shape[-1:]
-        return KernelWork("column_reduction" if kept else "reduction", num_bytes=num_bytes)
+        return work("column_reduction" if kept else "reduction", num_bytes=num_bytes)
     kind = _KIND_OF.get(name, "")
-    return KernelWork(
-        kind, num_bytes=num_bytes, scalars=0.0 if kind else _scalars(name, operands, results), dtype=dtype
-    )
+    return work(kind, num_bytes=num_bytes, scalars=0.0 if kind else _scalars(name, operands, results), dtype=dtype)
 
 
 def _product(
-    name: str, call: KernelCall, operands: tuple[tuple[int, ...], ...], flops: float, num_bytes: float, dtype: str
+    name: str, call: KernelCall, operands: tuple[tuple[int, ...], ...], work: Callable[..., KernelWork]
 ) -> KernelWork:
+    """Return the work of a product. ``work``: makes it, given the kind and the sizes that only some kinds have."""
     backward = "_backward" if name.endswith("backward") else ""
     if "attention" in name:
         named = arguments(call)
         masked = "masked_" if isinstance(named.get("attn_mask", named.get("attn_bias")), Ref) else ""
         query = operands[1 if backward else 0]
-        return KernelWork(f"{masked}attention{backward}", flops, num_bytes, rows=float(prod(query[:-1])), dtype=dtype)
+        return work(f"{masked}attention{backward}", rows=float(prod(query[:-1])))
     if "conv" not in name:
-        return KernelWork("", flops, num_bytes, dtype=dtype)
+        return work()
     weight = operands[2 if backward else 1]
-    return KernelWork(f"convolution{backward}", flops, num_bytes, dtype=dtype, channels=min(weight[1], _LEAST_CHANNELS))
+    return work(f"convolution{backward}", channels=min(weight[1], _LEAST_CHANNELS))
 
 
 def _scalars(name: str, operands: Sequence[Form], results: Sequence[Form]) -> float:
@@ -183,21 +177,9 @@ def _scalars(name: str, operands: Sequence[Form], results: Sequence[Form]) -> fl
         return 0.0
     result = results[0]
     large = [form for form in operands if prod(form.shape) > 1]
-    same_form = all(form.shape == result.shape and form.stride == result.stride for form in large) and is_dense(result)
+    same_form = all(form.shape == result.shape and form.stride == result.stride for form in large) and result.is_dense
     widens = any(form.dtype.itemsize < result.dtype.itemsize for form in large)
     return float(prod(result.shape)) if large and (widens or not same_form) else 0.0
-
-
-def is_dense(form: Form) -> bool:
-    """Return whether the elements lie one after the other in memory, in any order of dims."""
-    step = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(form.stride, form.shape, strict=True) if size > 1
-    ):
-        if stride != step:
-            return False
-        step *= size
-    return True
 
 
 def product_rate(device: Device, kind: str, dtype: str) -> float:

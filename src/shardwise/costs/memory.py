@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 
 from shardwise.costs.ledger import STAYING, Category, Ledger, LedgerTensor, Peak, Storage, static_bytes
 from shardwise.costs.message_memory import Flight, MessageLedger, parts_of, stages_of
-from shardwise.costs.optimizers import is_on_host, states_of, temporary_bytes
+from shardwise.costs.optimizers import (
+    Whole,
+    decomposition_bytes,
+    is_on_host,
+    looks_at_matrices,
+    state_bytes,
+    states_of,
+    temporary_bytes,
+    whole_matrix_bytes,
+)
 from shardwise.costs.prices import Prices
 from shardwise.programs.casts import computed_name
 from shardwise.programs.differentiate import differentiate
@@ -116,6 +125,7 @@ class _Walk:
         parts = [self.program] if self.parts is None else [self.program, self.parts.behind]
         gradients = [pair for part in parts for pair in part.gradients.items()]
         self.gradients = {name for source, name in gradients if source in self.parameters}
+        self.matrices = self._split_matrices()
         self.dying = self._last_reads()
 
     def _last_reads(self) -> dict[int, list[str]]:
@@ -165,13 +175,39 @@ class _Walk:
             storage = self.ledger.hold(self.ledger.new(form.num_bytes, "parameters" if is_parameter else "inputs"))
             self.tensors[source.value] = LedgerTensor(form, storage)
             if is_parameter and source.value in self.graph.updated:
+                shape = self.graph.by_name[source.value].shape  # read for optimizers of whole matrices only
+                is_split = source.value in self.matrices
+                kept_states = 0 if is_split else state_bytes(self.prices.optimizer, form.num_bytes, shape)
                 away = on_host and is_offloaded(form.num_bytes) and self.prices.device.host_bandwidth > 0
                 self.host_bytes += states * pinned_bytes(form.num_bytes) * away
-                self.ledger.hold(self.ledger.new(states * form.num_bytes * (not away), "optimizer states"))
+                self.ledger.hold(self.ledger.new(kept_states * (not away), "optimizer states"))
                 if self.prices.passes > 1:  # what earlier passes added up; their sum is what is updated with
                     gradient = self.program.gradients.get(source.value)
                     kept = form if gradient is None else self.program.forms[gradient]
                     self.sums[source.value] = self.ledger.hold(self.ledger.new(kept.num_bytes, "gradients"))
+
+        if self.matrices:
+            self.ledger.hold(self.ledger.new(self._whole_bytes()[0], "optimizer states"))
+
+    def _split_matrices(self) -> dict[str, Whole]:
+        """Return the split parameters that an optimizer updates whole, with their bytes and shapes."""
+        if not looks_at_matrices(self.prices.optimizer):
+            return {}
+        whole = {
+            name: self.graph.by_name[name].numel * self.graph.by_name[name].kept_dtype.itemsize
+            for name in self.parameters
+            if name in self.graph.updated
+        }
+        return {
+            name: (size, self.graph.by_name[name].shape)
+            for name, size in whole.items()
+            if self.program.forms[name].num_bytes < size
+        }
+
+    def _whole_bytes(self) -> tuple[int, int]:
+        shards = sum(self.program.forms[name].num_bytes for name in self.matrices)
+        matrices, num_devices = [*self.matrices.values()], self.spmd.mesh.num_devices
+        return whole_matrix_bytes(self.prices.optimizer, shards, matrices, num_devices)
 
     def _once(self, instructions: tuple[Instruction, ...], stays: Iterable[str]) -> None:
         """Run instructions once, before or after the passes of a step. ``stays``: names of values to keep."""
@@ -281,6 +317,12 @@ class _Walk:
         if updated:
             self.ledger.op = self.parameters[max(updated, key=lambda name: stored[name])].names[0]
         optimizer, foreach = self.prices.optimizer, self.prices.device.foreach
+        if looks_at_matrices(optimizer):
+            alone = [(stored[name], self.graph.by_name[name].shape) for name in updated if name not in self.matrices]
+            temporaries = temporary_bytes(optimizer, [size for size, _ in alone], foreach=foreach)
+            temporaries += decomposition_bytes(optimizer, alone)
+            self.ledger.note(max(self._whole_bytes()[1] if self.matrices else 0, temporaries))
+            return
         if not is_on_host(optimizer):
             self.ledger.note(temporary_bytes(optimizer, [stored[name] for name in updated], foreach=foreach))
             return

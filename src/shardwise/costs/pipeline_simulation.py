@@ -61,7 +61,7 @@ class StagePrediction:
     """What a stage is expected to take per micro-batch (seconds forward and backward), the most memory of a device with
     all of its micro-batches in flight, and what it sends to the next stage per device; ``bubble``: the share of the
     step in which its place has nothing to do. ``weight``: of backward, the part for parameters; ``send``: the seconds
-    of what it sends; ``update``: those of the optimizer, once a step (plans of older files do not have these)."""
+    of what it sends; ``update``: those of the optimizer, once a step."""
 
     forward: float
     backward: float
@@ -81,13 +81,20 @@ class StagePrediction:
 class PipelinePrediction:
     """A simulated step: its seconds, and the share of all places' time in which they wait. ``bound_seconds``: what no
     order of these stages on these places takes less than (0: not known); ``memory_bytes``: the most that a device
-    holds, with all stages of its place (0: not known)."""
+    holds, with all stages of its place (0: not known); ``compiled_seconds``: with the kernels that a compiler makes
+    (0: the programs run eager)."""
 
     step_seconds: float
     bubble: float
     bound_seconds: float
     stages: tuple[StagePrediction, ...]
     memory_bytes: float = 0.0
+    compiled_seconds: float = 0.0
+
+    @property
+    def default_seconds(self) -> float:
+        """Return the seconds of a step as programs run by default: compiled on CUDA, eager elsewhere."""
+        return self.compiled_seconds or self.step_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +172,12 @@ def _between(stage: int, stages: Sequence[StageSeconds], place_of: dict[int, int
     return 0.0 if place_of[stage] == place_of[stage + 1] else stages[stage].send
 
 
-def stage_seconds(spmd: SpmdProgram, prices: Prices, send: float, vjp_cache: VjpCache) -> StageSeconds:
+def stage_seconds(
+    spmd: SpmdProgram, prices: Prices, send: float, vjp_cache: VjpCache, *, compiled: bool = False
+) -> StageSeconds:
     """Return the seconds of a stage's program on its busiest rank."""
     program = busiest_program(spmd, vjp_cache)
-    timeline = Timeline(program, prices)
+    timeline = Timeline(program, prices, compiled=compiled)
     forward, weight, backward, update = timeline.halves()
     return StageSeconds(forward, backward - weight, weight, send, update * prices.passes)
 

@@ -49,6 +49,18 @@ class PassedOver:
 
 
 @dataclass(frozen=True, slots=True)
+class FasterPlan:
+    """The plan of the fastest simulation, where one was chosen that takes about as long and has fewer axes or kinds of
+    splits: its mesh as text, its kinds of splits, and the simulated seconds of a pass. ``plainer_seconds``: those of
+    the chosen plan when they were compared, before its messages got a size of their own."""
+
+    mesh: str
+    kinds: int
+    simulated_seconds: float
+    plainer_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """What a plan is expected to take, per pass (forward and backward of one batch). Three numbers, never mixed:
 
@@ -62,7 +74,11 @@ class Prediction:
     them, unless it leads to the layout that they all convert from. ``num_bytes``: per device of parameters, gradients,
     optimizer states and values kept for backward. ``log10_plans``: how many plans were searched, as a power of ten.
     ``passes``: to a step of the optimizer. ``peak_bytes``: the most memory that tensors of a device take
-    at once, ``peak_at`` which operator's forward or backward. ``passed_over``: the cheapest plan, if this is another.
+    at once, ``peak_at`` which operator's forward or backward. ``passed_over``: the cheapest plan, if this is another;
+    ``faster``: a faster one that this ties with. ``host_wait``, ``message_wait``, ``copy_wait``: simulated seconds in
+    which no kernel runs because the host has not started one, or because messages, or copies from and to the host, are
+    under way. ``compiled_seconds``: simulated with the kernels that a compiler makes (0: the program runs eager). The
+    waits are those of the compiled step then; searches compare plans by eager steps.
     """
 
     exposed: float
@@ -77,6 +93,11 @@ class Prediction:
     passes: int = 1
     additive_price: float = 0.0
     passed_over: PassedOver | None = None
+    faster: FasterPlan | None = None
+    host_wait: float = 0.0
+    message_wait: float = 0.0
+    compiled_seconds: float = 0.0
+    copy_wait: float = 0.0
 
     @property
     def pass_seconds(self) -> float:
@@ -87,11 +108,10 @@ class Prediction:
         return self.passes * self.pass_seconds
 
     def step_interval(self, cluster: Cluster) -> Interval:
-        """Seconds of a step of the optimizer: simulated, where the plan was, else priced. Operators are as uncertain as
-        the device's figures, all else as those of the level that is known least. Errors of one kind are taken to be
-        the same everywhere, so that they do not even out."""
-        seconds = self.simulated_seconds or self.pass_seconds
-        return self.interval(seconds, cluster)
+        """Return the interval of ``default_seconds``. Operators are as uncertain as the device's figures, all else as
+        those of the level that is known least. Errors of one kind are taken to be the same everywhere, so that they do
+        not even out."""
+        return self.interval(self.default_seconds / self.passes, cluster)
 
     def interval(self, seconds: float, cluster: Cluster) -> Interval:
         """Return the interval of a whole step, given the seconds of one pass."""
@@ -100,8 +120,13 @@ class Prediction:
 
     @property
     def planned_seconds(self) -> float:
-        """Return the seconds of a step, simulated if available."""
+        """Return the seconds of an eager step, simulated if available. Searches compare plans by it."""
         return self.passes * (self.simulated_seconds or self.pass_seconds)
+
+    @property
+    def default_seconds(self) -> float:
+        """Return the seconds of a step as programs run by default: compiled on CUDA, eager elsewhere."""
+        return self.passes * self.compiled_seconds or self.planned_seconds
 
     @property
     def memory_bytes(self) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +16,19 @@ from numpy.typing import NDArray
 from shardwise.costs.cluster import Device
 from shardwise.costs.collectives import Links
 from shardwise.costs.compute import Shape, operator_seconds
-from shardwise.costs.kernels import KernelWork, kernel_seconds
-from shardwise.costs.optimizers import is_on_host, parse_optimizer, states_of, update_of
+from shardwise.costs.kernels import KernelWork, kernel_seconds, product_rate
+from shardwise.costs.optimizers import is_on_host, looks_at_matrices, parse_optimizer, state_bytes, states_of, update_of
 from shardwise.graph.ir import Graph, Op, Value
 from shardwise.programs.state_groups import is_offloaded
 
 # Of the operands and of the results of a call on one device.
 LocalShapes = tuple[Sequence[Shape], Sequence[Shape]]
+
+
+def gradient_bytes(graph: Graph) -> int:
+    """Return the bytes of all gradients that the optimizer reads, undivided."""
+    updated = (graph.by_name[name] for name in graph.updated)
+    return sum(value.numel * value.grad_itemsize for value in updated)
 
 
 @dataclass(frozen=True)
@@ -47,16 +52,16 @@ class Prices:
 
     def with_buckets(self, graph: Graph, bucket_bytes: int) -> Prices:
         """The prices where parameters share messages of up to ``bucket_bytes``; none is fuller than all gradients."""
-        updated = [graph.by_name[name] for name in graph.updated]
-        total = sum(prod(value.shape) * value.grad_itemsize for value in updated)
-        return replace(self, bucket_bytes=float(min(bucket_bytes, total)))
+        return replace(self, bucket_bytes=float(min(bucket_bytes, gradient_bytes(graph))))
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
-    def resident_bytes_per_element(self, value: Value, updated: bool) -> int:
+    def resident_bytes_per_element(self, value: Value, updated: bool) -> float:
         """Return the bytes per element of a parameter that a device keeps from step to step: itself, and its gradient
         and states if the optimizer updates it."""
         itemsize = value.kept_dtype.itemsize
+        if updated and looks_at_matrices(self.optimizer):
+            return 2 * itemsize + state_bytes(self.optimizer, value.numel * itemsize, value.shape) / max(1, value.numel)
         return itemsize * (2 + self.states_on_device) if updated else itemsize
 
     @property
@@ -110,10 +115,23 @@ class Prices:
 
     def update_kernels(self, value: Value, numel: float) -> float:
         """Return the seconds of the update alone. Kernel start-up counts where each parameter has its own."""
-        update, size = update_of(self.optimizer, foreach=self.device.foreach), numel * value.kept_dtype.itemsize
+        update, itemsize = update_of(self.optimizer, foreach=self.device.foreach), value.kept_dtype.itemsize
+        seconds, share = 0.0, 1.0
+        if update.together and numel < value.numel:  # every device gathers parameter and gradient, and updates them
+            whole = np.array([value.numel * itemsize], dtype=np.float64)
+            seconds += 2 * float(self.parameter_collective("all_gather", self.links.mesh.sub_axes, whole)[0])
+            numel = value.numel
+        elif update.whole and numel < value.numel:  # one device updates the whole, the others others
+            sent = np.array([numel * itemsize], dtype=np.float64)
+            seconds += 3 * float(self.parameter_collective("all_to_all", self.links.mesh.sub_axes, sent)[0])
+            numel, share = value.numel, 1 / self.links.mesh.num_devices
+        size = numel * itemsize
         work = KernelWork("update", num_bytes=size * update.passes, scalars=numel * update.scalars)
-        seconds = self.kernel(work) + (update.kernels - 1) * self.device.kernel_latency
-        return (seconds + update.fresh * self.device.fresh_seconds(size)) / self.passes
+        kernels = self.kernel(work) + (update.kernels - 1) * self.device.kernel_latency
+        if flops := update.flops_of(value.shape):
+            kernels += flops / product_rate(self.device, "", update.product_dtype)
+        seconds += share * (kernels + update.fresh * self.device.fresh_seconds(size))
+        return seconds / self.passes
 
     def states_moved(self, num_bytes: float) -> float:
         """Return a pass's share of the seconds in which the states of a parameter of ``num_bytes`` come to the device,

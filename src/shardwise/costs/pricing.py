@@ -252,7 +252,8 @@ class Router:
 
     ``atoms``: of the values that the search knows, ``parameters``: those among them that are parameters. What has no
     node among ``Routes`` (parts of an axis that are treated differently, maxima, dims whose atoms do not nest) takes
-    the path that ``redistribute`` finds, by the same seconds.
+    the path that ``redistribute`` finds, by the same seconds. ``known``: the routes so far of routers with the same
+    axes, links and buckets.
     """
 
     def __init__(
@@ -261,18 +262,19 @@ class Router:
         prices: Prices,
         atoms: Mapping[str, Atoms] | None = None,
         parameters: frozenset[str] = frozenset(),
+        known: dict[tuple[RouteTensor, bool], Routes] | None = None,
     ) -> None:
         self.axes, self.prices, self.atoms, self.parameters = axes, prices, atoms or {}, parameters
-        self._routes: dict[tuple[RouteTensor, bool], Routes] = {}
+        self.known = {} if known is None else known
 
     def routes(self, value: Value, atoms: Atoms, *, is_parameter: bool = False, keyed: str = "") -> Routes:
         """Return the layouts of a kind of value and the routes between them. ``keyed``: the keyed state that it may
         have."""
         tensor = RouteTensor(atoms, value.dtype.itemsize, value.requires_grad, value.grad_itemsize, keyed)
-        routes = self._routes.get((tensor, is_parameter))
+        routes = self.known.get((tensor, is_parameter))
         if routes is None:
             seconds = self.prices.parameter_collective if is_parameter else self.prices.collective
-            routes = self._routes[tensor, is_parameter] = Routes(self.axes, tensor, seconds)
+            routes = self.known[tensor, is_parameter] = Routes(self.axes, tensor, seconds)
         return routes
 
     def __call__(self, value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:

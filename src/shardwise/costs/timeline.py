@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch._ops import OpOverload
 
 from shardwise.costs.compute import assumed_backward, is_one_kernel
+from shardwise.costs.fused_kernels import FusedKernels, fused_kernels
 from shardwise.costs.kernels import KernelCall, KernelWork, PricedKernel, work_of
 from shardwise.costs.ledger import Peak
 from shardwise.costs.memory import ProgramParts, busiest_program, memory_of_program
@@ -53,10 +55,9 @@ class Event:
 class SimulatedStep:
     """``seconds``: of the whole step; ``forward``: of its forward pass; ``compute``: of operators and the optimizer's
     update; ``communication``: of all messages; ``exposed``: how long operators wait for messages, or are slowed down by
-    them; ``peak``: the most
-    memory; ``events``: by their start on every stream; ``held``: (phase, operator) -> the most memory while it runs;
-    ``kept_bytes``: what forward saves for backward; ``rests``: what is held between two passes, that included, by
-    category."""
+    them; ``copy_wait``: how long they wait for copies from and to the host; ``peak``: the most memory; ``events``: by
+    their start on every stream; ``held``: (phase, operator) -> the most memory while it runs; ``kept_bytes``: what
+    forward saves for backward; ``rests``: what is held between two passes, that included, by category."""
 
     seconds: float
     compute: float
@@ -68,10 +69,24 @@ class SimulatedStep:
     held: Mapping[tuple[str, str], int] = field(default_factory=dict)
     kept_bytes: int = 0
     rests: Mapping[str, int] = field(default_factory=dict)
+    copy_wait: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
         return self.peak.num_bytes
+
+    @property
+    def host_wait(self) -> float:
+        """Return the seconds in which kernels wait for the host to start them."""
+        return max(self.seconds - self.compute - self.exposed - self.copy_wait, 0.0)
+
+
+def figures_of(step: SimulatedStep | None, name: str = "simulated_seconds") -> dict[str, Any]:
+    """Return the fields of a ``Prediction`` that a simulated step gives. ``name``: that of its seconds."""
+    if step is None:
+        return {}
+    waits = {"host_wait": step.host_wait, "message_wait": step.exposed, "copy_wait": step.copy_wait}
+    return {name: step.seconds, **waits}
 
 
 def accumulation_name(source: Source) -> str:
@@ -83,14 +98,15 @@ def simulate(spmd: SpmdProgram, prices: Prices, vjp_cache: VjpCache | None = Non
     return simulate_program(busiest_program(spmd, vjp_cache or VjpCache()), prices)
 
 
-def simulate_program(program: RankProgram, prices: Prices) -> SimulatedStep:
+def simulate_program(program: RankProgram, prices: Prices, *, compiled: bool = False) -> SimulatedStep:
     """Simulate the step of a rank from its list; of a compiled program, whose sections were priced, as well. Of
-    several passes it is one of them, with its share of what the step does once."""
+    several passes it is one of them, with its share of what the step does once. ``compiled``: with the kernels that a
+    compiler would make of the list; the memory is that of the list."""
     parts = ProgramParts.of(program, prices)
-    timeline = Timeline(program, prices, parts)
+    timeline = Timeline(program, prices, parts, compiled)
     timeline.halves()
     memory = memory_of_program(program, prices, parts)
-    waited = timeline.now - timeline.compute - timeline.starved
+    waited = timeline.now - timeline.compute - timeline.starved - timeline.copy_wait
     exposed, events = max(waited, 0.0), tuple(timeline.events)
     return SimulatedStep(
         timeline.now,
@@ -103,33 +119,38 @@ def simulate_program(program: RankProgram, prices: Prices) -> SimulatedStep:
         memory.held,
         memory.kept_bytes,
         memory.rests,
+        timeline.copy_wait,
     )
 
 
 @dataclass
 class Timeline:
     """A program's step, walked once. ``now``: when the kernels so far are done; ``host``: when the host has started
-    them; ``starved``: how long they waited for it; ``free``: axes of a group -> when its messages so far are;
-    ``links``: level of the cluster -> when its links have carried the messages of parameters so far; ``arrivals``:
-    flight -> when its message is there; ``copied``: "host", "device" -> when the copies there are done so far, and
-    likewise every copy by itself; ``recorded``: tape of a call that autograd keeps -> what its backward does;
-    ``fused``: operators that are one kernel each way, of which ``done`` are those that have run. ``parts``: of the
-    program, where they are there already."""
+    them; ``starved``: how long they waited for it; ``copy_wait``: for copies from and to the host; ``free``: axes of a
+    group -> when its messages so far are; ``links``: level of the cluster -> when its links have carried the messages
+    of parameters so far; ``arrivals``: flight -> when its message is there; ``copied``: "host", "device" -> when the
+    copies there are done so far, and likewise every copy by itself; ``recorded``: tape of a call that autograd keeps ->
+    what its backward does; ``fused``: operators that are one kernel each way, of which ``done`` are those that have
+    run. ``parts``: of the program, where they are there already. ``compiled``: whether a compiler makes the kernels,
+    which are then ``kernels``."""
 
     program: RankProgram
     prices: Prices
     parts: ProgramParts | None = None
+    compiled: bool = False
     now: float = 0.0
     host: float = 0.0
     forward: float = 0.0
     compute: float = 0.0
     starved: float = 0.0
+    copy_wait: float = 0.0
     communication: float = 0.0
     on_weights: float = 0.0  # of compute
     free: dict[tuple[str, ...], float] = field(default_factory=dict)
     links: dict[str, float] = field(default_factory=dict)
     recorded: dict[str, tuple[KernelWork, ...]] = field(default_factory=dict)
     done: set[tuple[str, bool, bool]] = field(default_factory=set)
+    kernels: FusedKernels = field(default_factory=dict)
     arrivals: dict[str, float] = field(default_factory=dict)
     copied: dict[str, float] = field(default_factory=dict)
     part: str = "forward"
@@ -148,6 +169,9 @@ class Timeline:
         if parts.once is not None:
             self._share(parts.once)
         self.program = parts.each  # constants take no time in a step
+        if self.compiled:
+            alone = self.spmd.keyed_operators.union(self.fused)  # rows whose number changes are not compiled
+            self.kernels = fused_kernels(self.program, lambda instruction: instruction.origin.op in alone)
         ahead = self.now
         self._walk(self.program.forward)
         self.forward = self.now - ahead
@@ -183,6 +207,7 @@ class Timeline:
             self.host += once.now * share
             self.compute += once.compute * share
             self.starved += once.starved * share
+            self.copy_wait += once.copy_wait * share
             self.communication += once.communication * share
 
     def _update(self) -> None:
@@ -194,13 +219,13 @@ class Timeline:
         groups = state_groups([*sizes.items()]) if on_host else [updated]
         came, left = [self._states("device", groups[0], sizes)] if groups else [], [self.now]
         for number, group in enumerate(groups):
-            self.now = max(self.now, came[number], left[-1])  # room for the states of two groups
+            self._land(max(came[number], left[-1]))  # room for the states of two groups
             if number + 1 < len(groups):
                 came.append(self._states("device", groups[number + 1], sizes))
             for name in group:
                 self._work(name, self.prices.update_kernels(graph.by_name[name], layouts[name].max_local_numel))
             left.append(self._states("host", group, sizes))
-        self.now = max(self.now, left[-1])
+        self._land(left[-1])
 
     def _states(self, to: str, group: Sequence[str], sizes: Mapping[str, int]) -> float:
         """When the states of a group that wait on the host are there, or back."""
@@ -214,6 +239,11 @@ class Timeline:
         self.copied[to] = landed
         self.events.append(Event(name, self.part, (f"copies to the {to}",), landed - seconds, seconds, num_bytes))
         return landed
+
+    def _land(self, landed: float) -> None:
+        """Wait for a copy."""
+        self.copy_wait += max(landed - self.now, 0.0)
+        self.now = max(self.now, landed)
 
     def _walk(self, instructions: tuple[Instruction, ...]) -> None:
         for instruction in instructions:
@@ -232,7 +262,7 @@ class Timeline:
                 seconds = self.prices.device.host_seconds(size)
                 self.copied[instruction.result] = self._copied(name, instruction.to, seconds, size)
             elif isinstance(instruction, Land):
-                self.now = max(self.now, self.copied.pop(instruction.copy))
+                self._land(self.copied.pop(instruction.copy))
 
     # -- what takes how long -------------------------------------------------------------------------------------------
 
@@ -253,7 +283,9 @@ class Timeline:
         operands = [forms[name] for name in instruction.operands]
         call = KernelCall(instruction.target, instruction.args, instruction.kwargs)
         works: tuple[KernelWork, ...]
-        if isinstance(call.target, Record):
+        if id(instruction) in self.kernels:
+            works = self.kernels[id(instruction)]
+        elif isinstance(call.target, Record):
             whole = work_of(KernelCall(*call.target.call), operands, results)
             self.recorded[instruction.results[-1]] = assumed_backward(whole, operands)
             works = (whole,)

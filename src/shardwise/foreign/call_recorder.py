@@ -113,7 +113,8 @@ class CallRecorder(Reference):
                 self.failed[self._call(func, line)] = read
             raise
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        if line and results and not _is_pending(result):
+        placements = getattr(result, "placements", ())  # a DTensor's masked lookup is meaningful once it is reduced
+        if line and results and not any("Mask" in type(placement).__name__ for placement in placements):
             call = self._call(func, line)
             self._counts[call.module, call.function, call.source] += 1
             operands = tuple(self._makers.get(id(one)) or self.names.get(id(one), "an input") for one in tensors)
@@ -131,11 +132,6 @@ class CallRecorder(Reference):
 def _copy(tensor: Tensor) -> Tensor:
     with torch._C.DisableTorchFunction(), torch.no_grad():
         return local(tensor).clone()
-
-
-def _is_pending(result: Any) -> bool:
-    """Return whether a result is a DTensor's masked lookup, which is only meaningful after its reduction."""
-    return any("Mask" in type(placement).__name__ for placement in getattr(result, "placements", ()))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -70,7 +70,8 @@ def recognise_plan(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None
     kind = type(plan).__name__
     if isinstance(plan, Mapping) and "fully_shard" in plan:
         return _of_fsdp(module, plan, mesh or Mesh(dp=devices))
-    if (isinstance(plan, str) and plan == "auto") or _is_texts(plan):
+    rules = (*plan, *plan.values()) if isinstance(plan, Mapping) else ()
+    if (isinstance(plan, str) and plan == "auto") or (rules and all(isinstance(rule, str) for rule in rules)):
         return _of_transformers(module, plan, mesh or Mesh(tp=devices))
     if kind == "DistributedConfig":
         return _of_config(plan, devices)
@@ -97,10 +98,6 @@ def _no_rule(plan: Mapping[str, Any]) -> ShardwiseError:
     what = f"the class {rule.__name__}" if is_class else shorten_repr(rule)
     fix = f"instantiate it: {rule.__name__}()" if is_class else KNOWN
     return ShardwiseError(f"the rule of {path!r} is {what}, which is not a style of a known tool", fix=fix)
-
-
-def _is_texts(plan: Any) -> bool:
-    return isinstance(plan, Mapping) and bool(plan) and all(isinstance(x, str) for x in (*plan, *plan.values()))
 
 
 def _names(mesh: Mesh, *, data: bool) -> tuple[str, ...]:

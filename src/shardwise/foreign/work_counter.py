@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from shardwise.costs import kernels
 from shardwise.costs.cluster import Device
 from shardwise.costs.collectives import KINDS, Links
 from shardwise.costs.kernels import DTYPE_NAMES, is_view, kernel_seconds
+from shardwise.dispatch_mode import DispatchMode
 from shardwise.foreign.rank_threads import ObservedMessage, axes_of
 
 
-class WorkCounter(TorchDispatchMode):
+class WorkCounter(DispatchMode):
     """Sums the seconds of the kernels that run inside it, forward and backward. float64 tensors count as ``dtype``,
     because only the comparison widened them."""
 

@@ -7,13 +7,11 @@ operator.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,6 +20,7 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.graph.custom_operators import mark
+from shardwise.graph.origins import calling_line
 
 Strategy = str | tuple[tuple[int, ...], ...]
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -29,7 +28,6 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 REGION = "shardwise_region"
 SUMMED = "summed"  # the layout text that reduces partial sums at once
 _ATTRIBUTE = "_shardwise_region"
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
     Raises:
         ShardwiseError: at once, if a strategy is nested wrongly or a count is not a positive integer.
     """
-    source = _caller_line()
+    source = calling_line()
     name = getattr(target, "__name__", type(target).__name__)
     strategy, out = _checked_pair(in_strategy, out_strategy, name, source)
     if isinstance(target, nn.Module):
@@ -146,7 +144,7 @@ def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
     """
     if not isinstance(text, str) or not text.strip():
         raise ShardwiseError(
-            f"constrain takes a layout as text, not {text!r}", source=_caller_line(), fix='"[32@dp, 512]"'
+            f"constrain takes a layout as text, not {text!r}", source=calling_line(), fix='"[32@dp, 512]"'
         )
     if _RECORDER.get() is None:
         return x
@@ -248,12 +246,3 @@ def _checked(strategy: Any, role: str, name: str, source: str) -> Strategy:
                     f"has split count {count} for dim {dim} of tensor {position}", "write 1 for a dim that is not split"
                 )
     return cast(Strategy, _tuples(strategy))
-
-
-def _caller_line() -> str:
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
-        if frame.f_back is None:
-            return ""
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -6,6 +6,7 @@
     simplify        no-op casts, copies and views dropped                                 simplify.py
     fold_masks      attention with known masks, repeated heads grouped                    attention_masks.py
     normalize       forms whose factors can all be split                                  normalize.py
+    fuse_head_losses          a head and its cross entropy without whole logits      head_losses.py
     eliminate_expert_sorts    rows sorted by expert, computed in their original order     expert_sort_elimination.py
     align_lookups   lookups that pair a dim's rows with their positions, element-wise in it    lookups.py
     eliminate_dead_code, assign_names                                                     dead_code.py, naming.py
@@ -46,6 +47,7 @@ from shardwise.graph.expert_loops import merge_expert_loops
 from shardwise.graph.expert_sort_elimination import eliminate_expert_sorts
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.graph_invariants import verify_graph
+from shardwise.graph.head_losses import fuse_head_losses, fused_heads
 from shardwise.graph.impure_reads import ImpureRead, ask_gradients, other_answers, reject_reads
 from shardwise.graph.ir import Graph, Source, Value
 from shardwise.graph.lookups import align_lookups
@@ -95,6 +97,15 @@ class Capture:
     segments: tuple[Segment, ...] = ()
     output_names: tuple[str, ...] = ()
 
+    @property
+    def fused_heads(self) -> frozenset[str]:
+        """Return what captures of the call with other numbers of samples are given."""
+        return fused_heads((op.name, str(op.target)) for op in self.graph.ops)
+
+    def with_terms(self, per_micro_batch: Sequence[str]) -> Capture:
+        """Return the capture with terms of the loss, by name (``graph.loss_terms``), that micro-batches take alone."""
+        return replace(self, graph=with_terms(self.graph, per_micro_batch, self.output_names, self.constants))
+
 
 def capture(
     module: nn.Module,
@@ -105,7 +116,7 @@ def capture(
     strategies: Mapping[str, Any] | None = None,
     precision: Precision = MODELS_OWN,
     input_gradients: bool = False,
-    per_micro_batch: Sequence[str] = (),
+    heads: Collection[str] | int = 1,
 ) -> Capture:
     """Capture ``module(*args, **kwargs)``, or with ``loss``, ``loss(module(...), *targets)``.
 
@@ -118,7 +129,8 @@ def capture(
     the compute dtypes; its sources name the dtypes for storage, inputs and gradient reduction where these differ. Casts
     of ``torch.autocast``, around the call or in regions of the model, become casts in the graph. ``input_gradients``:
     examples that require a gradient get one; else the loss is differentiated with respect to parameters alone.
-    ``per_micro_batch``: the names of terms of the loss (``graph.loss_terms``).
+    ``heads``: the ``fused_heads`` of an earlier capture or of the plan; or for how many devices to decide which
+    (``graph.head_losses``).
 
     Raises CaptureError with the line of the model and a fix if the model cannot be captured.
     """
@@ -157,15 +169,16 @@ def capture(
     annotated |= _matched_strategies(module, strategies or {})
     regions = {path: replace(region, path=path) for path, region in annotated.items()}
     called = ModuleCall(module, examples, call, precision, code)
-    traced = trace(called, regions)
-    with no_autocast(), quiet_export():
+    with torch.autograd.set_detect_anomaly(False):  # fake tensors hold no values to look at
+        traced = trace(called, regions)
+    with no_autocast(), torch.autograd.set_detect_anomaly(False), quiet_export():
         if traced.outcome.changed or traced.reads:
             _check_state(called, inputs, traced)
         try:
-            converted = _to_graph(traced, module, inputs, precision)
+            converted = _to_graph(traced, module, inputs, precision, heads)
         except NotRepeated:
             traced = trace(called, regions, repeats=False)
-            converted = _to_graph(traced, module, inputs, precision)
+            converted = _to_graph(traced, module, inputs, precision, heads)
         graph, constants, scopes, memories, segments = converted
     announce_selective(segments)
     annotations = tuple(
@@ -174,7 +187,6 @@ def capture(
         if scope and region.strategy is not None
     )
     names = traced.outcome.names
-    graph = with_terms(graph, per_micro_batch, names, constants)
     return Capture(graph, traced.outcome.spec, constants, annotations, memories, segments, names)
 
 
@@ -243,7 +255,11 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
 
 
 def _to_graph(
-    traced: ExportedCall, module: nn.Module, inputs: tuple[InputTensor, ...], precision: Precision = MODELS_OWN
+    traced: ExportedCall,
+    module: nn.Module,
+    inputs: tuple[InputTensor, ...],
+    precision: Precision = MODELS_OWN,
+    fused: Collection[str] | int = 1,
 ) -> tuple[Graph, dict[str, torch.Tensor], tuple[str, ...], tuple[OutputMemory | None, ...], tuple[Segment, ...]]:
     """Return the finished graph, its constants, the scope of every region ("" if it covers no operator), the memories
     of its outputs, and its segments."""
@@ -258,7 +274,8 @@ def _to_graph(
     graph = rewrite_graph(graph, SIMPLIFICATIONS)
     graph, folded = fold_masks(graph, constants)
     constants |= folded
-    graph = align_lookups(eliminate_expert_sorts(normalize(graph)), constants)
+    graph = fuse_head_losses(normalize(graph), _strategies(traced.regions, graph), fused)
+    graph = align_lookups(eliminate_expert_sorts(graph), constants)
     graph = with_reductions(assign_names(eliminate_dead_code(graph)))
     scopes = _scope_names(traced.regions, functionalizer.region_paths)
     marks = {region_mark(number): scope for number, scope in enumerate(scopes)} | {"": ""}
@@ -268,6 +285,13 @@ def _to_graph(
     verify_graph(graph)
     used = {source.value for source in graph.sources if source.kind == "constant"}
     return graph, {name: data for name, data in constants.items() if name in used}, scopes, memories, segments
+
+
+def _strategies(regions: Sequence[AnnotatedRegion], graph: Graph) -> dict[str, AnnotatedRegion]:
+    """Return the regions with strategies, by the provisional scopes of their operators."""
+    numbered = {region_mark(i): region for i, region in enumerate(regions) if region.strategy is not None}
+    scopes = {op.scope: op.scope.partition(BETWEEN)[0] for op in graph.ops}
+    return {scope: numbered[mark] for scope, mark in scopes.items() if mark in numbered}
 
 
 def _announce_dense(graph: Graph) -> None:
@@ -302,7 +326,7 @@ def _functional_graph(
     """Return the graph as traced, the data of all constants, the functionalizer, and the memories of the outputs."""
     outcome = traced.outcome
     functionalizer, nodes, constants, canonical = _functionalized(
-        traced.program, module, inputs, precision, traced.transformed, traced.repeats
+        traced.program, module, inputs, precision, traced, traced.repeats
     )
     results = iter(nodes)
     returned = [next(results) if leaf is None else leaf[0] for leaf in outcome.leaves]
@@ -329,7 +353,7 @@ def _functionalized(
     module: nn.Module,
     inputs: tuple[InputTensor, ...],
     precision: Precision,
-    transformed: str = "",
+    traced: ExportedCall | None = None,
     repeats: TracedRepeats | None = None,
 ) -> tuple[Functionalizer, tuple[Node, ...], dict[str, torch.Tensor], dict[str, str]]:
     """Return the functionalizer that emitted the program's nodes, the returned nodes, the data of the constants, and a
@@ -342,7 +366,7 @@ def _functionalized(
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         name = str(spec.target).removeprefix(f"{_PREFIX}.")
         if spec.kind == InputKind.CONSTANT_TENSOR:
-            constants[name] = _constant_data(program.constants[str(spec.target)], node, transformed)
+            constants[name] = _constant_data(program.constants[str(spec.target)], node, traced)
             sources.append(Source(name, "constant", (name,)))
             values.append(Value(name, tuple(constants[name].shape), constants[name].dtype))
             canonical[name] = name
@@ -439,23 +463,21 @@ def _module_sources(module: nn.Module, precision: Precision) -> tuple[list[Sourc
     return sources, values, {name: tensor_names[0] for tensor_names in names.values() for name in tensor_names}
 
 
-def _constant_data(data: Any, node: Node, transformed: str = "") -> torch.Tensor:
+def _constant_data(data: Any, node: Node, traced: ExportedCall | None) -> torch.Tensor:
     """Return the data of a tensor that the model made from Python numbers or holds as an attribute.
 
-    ``node``: its placeholder.
+    ``node``: its placeholder; ``traced``: the call, None where it was traced before.
     """
     assert isinstance(data, torch.Tensor), f"the constant {node} is a {type(data).__name__}"
-    if is_fake(data) and transformed:
+    if is_fake(data) and traced is not None and traced.transformed:
         raise CaptureError(
-            f"{TRANSFORMS} in forward cannot be captured", source=transformed, fix=CONSTRUCTS[TRANSFORMS]
+            f"{TRANSFORMS} in forward cannot be captured", source=traced.transformed, fix=CONSTRUCTS[TRANSFORMS]
         )
     if is_fake(data):
         raise CaptureError(
-            "forward uses .data of a parameter or buffer, calls requires_grad_ on a tensor it made, or computes "
-            "in another thread",
-            source=next((line_of(user) for user in node.users), ""),
-            fix="read it with .detach() and change parameters in the optimizer; differentiate with respect to "
-            "tensors computed from parameters; compute in one thread",
+            "forward uses .data of a parameter or buffer, or computes in another thread",
+            source=next(iter(line_of(user) for user in node.users), ""),
+            fix="read it with .detach() and change parameters in the optimizer; compute in one thread",
         )
     return data.detach()
 

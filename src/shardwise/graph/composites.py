@@ -26,10 +26,11 @@ aten = torch.ops.aten
 # Packets whose overloads PyTorch computes by other operators.
 _COMPOSITE = """
     _cast_Byte _cast_Char _cast_Double _cast_Float _cast_Half _cast_Int _cast_Long _cast_Short
-    cartesian_prod chain_matmul chalf column_stack cross cumulative_trapezoid diag diagflat dsplit dstack ger gradient
-    hsplit hstack inner isreal kron linalg_diagonal linalg_matmul linalg_multi_dot linalg_tensorinv linalg_tensorsolve
-    linalg_vander linalg_vecdot matrix_H norm_except_dim nuclear_norm row_stack special_log_softmax special_logsumexp
-    special_softmax sum_to_size tensordot trapezoid trapz unsafe_chunk vsplit vstack
+    cartesian_prod chain_matmul chalf column_stack cross cumulative_trapezoid diag diagflat dsplit dstack
+    frobenius_norm ger gradient hsplit hstack inner isreal kron linalg_diagonal linalg_matmul linalg_matrix_norm
+    linalg_multi_dot linalg_norm linalg_tensorinv linalg_tensorsolve linalg_vander linalg_vecdot matrix_H msort nanmean
+    norm_except_dim nuclear_norm row_stack special_log_softmax special_logsumexp special_softmax sum_to_size
+    take_along_dim tensordot trapezoid trapz unsafe_chunk vsplit vstack
 """
 
 
@@ -103,6 +104,16 @@ def _put(self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) 
     return flat.reshape(self.shape)
 
 
+def _rot90(self: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    first, second = dims
+    turned = self.flip({0: (), 1: (second,), 2: (first, second), 3: (first,)}[k % 4])
+    return turned.transpose(first, second) if k % 2 else turned
+
+
+def _channel_shuffle(self: Tensor, groups: int) -> Tensor:
+    return torch.unflatten(self, 1, (groups, self.shape[1] // groups)).transpose(1, 2).flatten(1, 2)
+
+
 def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Tensor:
     powers: Tensor = torch.linalg.vander(x, N=N)
     return powers if increasing else powers.flip(-1)
@@ -117,14 +128,21 @@ COMPOSITES: Mapping[OpOverload, Callable[..., Any]] = {
     aten.atleast_1d.Sequence: aten.atleast_1d.Sequence.decompose,
     aten.atleast_2d.Sequence: aten.atleast_2d.Sequence.decompose,
     aten.atleast_3d.Sequence: aten.atleast_3d.Sequence.decompose,
+    **{
+        target: target.decompose
+        for target in aten_operators("var var.dim std std.dim var_mean var_mean.dim std_mean std_mean.dim")
+    },
     aten.bilinear.default: _bilinear,
     aten.block_diag.default: _block_diag,
+    aten.channel_shuffle.default: _channel_shuffle,
     aten.combinations.default: _combinations,
     aten.corrcoef.default: _corrcoef,
     aten.cov.default: _cov,
     aten.dist.default: lambda self, other, p=2: torch.norm(self - other, p),
     aten.native_group_norm.default: _native_group_norm,
     aten.put.default: _put,
+    aten.rot90.default: _rot90,
+    aten.take.default: lambda self, index: self.reshape(-1)[index],
     aten.trace.default: lambda self: self.diagonal().sum(),
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,

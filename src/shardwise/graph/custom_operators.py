@@ -1,10 +1,17 @@
 """Custom operators of graphs: sharded dropout and random numbers, and the mark of ``constrain``.
 
-Dropout under sharding must not depend on which device computes an element: one seed would give every shard the same
-mask, different seeds would give replicas different masks. So the mask is a *hash of the global index*: element ``i`` of
-the ``c``-th dropout of the model under seed ``s`` is kept if ``uniform(hash(s, c, i)) >= p``. The hash is the finalizer
-of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), computed with wrapping
-int64 arithmetic, the same on every device.
+Random numbers under sharding must not depend on which device computes an element: one seed would give every shard the
+same numbers, different seeds would give replicas different ones. So they are *hashes of the global index*, in wrapping
+integer arithmetic, the same on every device.
+
+``uniform`` applies the finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", 2014) to seed, call and index. ``dropout`` compares one hash per element and may be cheaper. Its global
+tensor is a matrix of ``columns`` columns. Row r has the keys a_r (odd) and d_r, column c the key b_c, and
+
+    keep[r, c] = f(d_r + a_r b_c) >= p 2^32 - 2^31    in int32,    f(x) = x (2 x + 1)
+
+f is a permutation that carries all bits to the highest ones (as in RC6: Rivest, Robshaw, Sidney and Yin, 1998). The
+keys are small vectors. Of the size of the mask are two int32 kernels, the comparison and the product with ``x``.
 """
 
 from __future__ import annotations
@@ -15,7 +22,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 
 def _signed(unsigned: int) -> int:
@@ -109,57 +115,141 @@ def _pieces(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int
 
 # ``first``: number of a micro-batch's first sample; ``stride``: elements per sample.
 _IN_TIME = "Tensor? first=None, int stride=0"
-_DROPOUT = (
-    f"(Tensor x, Tensor seed, float p, int call, int[] sizes, int[] offsets, int[]? lengths=None, {_IN_TIME}) -> Tensor"
-)
+_BLOCK = f"int columns, int[] sizes, int[] offsets, int[]? lengths=None, {_IN_TIME}"
 _UNIFORM = (
     "(Tensor seed, int call, int[] sizes, int[] offsets, int[] lengths, int[] shape, ScalarType dtype, "
     f"{_IN_TIME}) -> Tensor"
 )
+_ODD_64 = _signed(0xC2B2AE3D27D4EB4F)
+_ODD_32 = 0x1E3779B1
+_CALL_BITS = 40  # row r of call c is number c 2^40 + r
+_FEWEST_COLUMNS = 128
+
+
+def mask_columns(shape: Sequence[int]) -> int:
+    """Return how many columns the matrix has as which dropout sees a tensor: enough for few keys of rows, and not
+    dependent on dim 0, which counts samples."""
+    columns = 1
+    for size in reversed(shape[1:]):
+        if columns >= _FEWEST_COLUMNS:
+            break
+        columns *= size
+    return columns
+
+
+def _first_column_dim(columns: int, sizes: Sequence[int]) -> int:
+    return next(i for i in range(len(sizes), -1, -1) if prod(sizes[i:]) == columns)
+
+
+def _permute_(bits: torch.Tensor) -> torch.Tensor:
+    """Apply f(x) = x (2 x + 1) in place."""
+    return bits.addcmul_(bits, bits, value=2)
+
+
+def _start(seed: torch.Tensor, first: torch.Tensor | None = None, stride: int = 0) -> torch.Tensor | int:
+    """Return the number of elements ahead of a micro-batch."""
+    return 0 if first is None else first.to(seed.device) * stride
+
+
+def mask_keys(
+    seed: torch.Tensor,
+    call: int,
+    columns: int,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    first: torch.Tensor | None = None,
+    stride: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys of rows [rows, 2] and of columns [columns] of a block, in int32."""
+    split = _first_column_dim(columns, sizes)
+    row, column = (
+        global_indices(sizes[part], offsets[part], lengths[part], seed.device).flatten()
+        for part in (slice(split), slice(split, None))
+    )
+    if first is not None:
+        start = _start(seed, first, stride)
+        row, column = row + start // columns, column + start % columns
+    rows = _permute_(torch.add(seed * _ODD_64, row + (call << _CALL_BITS), alpha=_GOLDEN))
+    rows ^= rows >> 32
+    rows |= 1
+    keys = _permute_(rows).view(torch.int32).view(-1, 2)
+    return keys, _permute_(_permute_(column.to(torch.int32) * _ODD_32))
+
+
+@torch.library.custom_op(
+    "shardwise::mask_keys", mutates_args=(), schema=f"(Tensor seed, int call, {_BLOCK}) -> (Tensor, Tensor)"
+)
+def _mask_keys(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return mask_keys(*args)
+
+
+def _mask_of(
+    keys: tuple[torch.Tensor, torch.Tensor],
+    p: float,
+    permute: Callable[[torch.Tensor], torch.Tensor] = _permute_,
+) -> torch.Tensor:
+    """Return which elements are kept: bool, [rows, columns]."""
+    rows, columns = keys
+    bits = torch.addcmul(rows[:, 1:], rows[:, :1], columns)
+    return permute(bits) >= min(int(p * 2**32) - 2**31, 2**31 - 1)
 
 
 def dropout_mask(
     seed: torch.Tensor,
     p: float,
     call: int,
+    columns: int,
     sizes: Sequence[int],
     offsets: Sequence[int],
     lengths: Sequence[int],
-    start: torch.Tensor | int = 0,
 ) -> torch.Tensor:
-    """Return which elements of the block are kept: bool, shape ``lengths``. Compares 53 bits of the hash with ``p``."""
-    return _shift_right_(hash_bits(seed, call, sizes, offsets, lengths, start), 11) >= int(p * (1 << 53))
+    """Return which elements of the block are kept: bool, shape ``lengths``."""
+    return _mask_of(mask_keys(seed, call, columns, sizes, offsets, lengths), p).reshape(tuple(lengths))
 
 
-def _start(first: torch.Tensor | None, stride: int, device: torch.device) -> torch.Tensor | int:
-    """Return the number of elements ahead of a micro-batch."""
-    return 0 if first is None else first.to(device) * stride
+def _scaled(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
+    """Return ``x`` where it is kept, scaled by 1 / (1 - p)."""
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return torch.addcmul(zero, x.reshape(keep.shape), keep, value=1.0 / (1.0 - p) if p < 1.0 else 0.0).reshape(x.shape)
 
 
-@torch.library.custom_op("shardwise::dropout", mutates_args=(), schema=_DROPOUT)
-def dropout(
+@torch.library.custom_op(
+    "shardwise::dropout", mutates_args=(), schema=f"(Tensor x, Tensor seed, float p, int call, {_BLOCK}) -> Tensor"
+)
+def dropout(x: torch.Tensor, seed: torch.Tensor, p: float, call: int, *block: Any) -> torch.Tensor:
+    """Apply dropout whose mask depends only on the global index of an element.
+
+    ``seed``: int64 of shape (). ``call``: which dropout of the model. ``block``: the arguments of ``_mask_block``.
+    """
+    return _scaled(x, _mask_of(mask_keys(seed.to(x.device), call, *_mask_block(x, *block)), p), p)
+
+
+def _mask_block(
     x: torch.Tensor,
-    seed: torch.Tensor,
-    p: float,
-    call: int,
+    columns: int,
     sizes: Sequence[int],
     offsets: Sequence[int],
     lengths: Sequence[int] | None = None,
     first: torch.Tensor | None = None,
     stride: int = 0,
-) -> torch.Tensor:
-    """Apply dropout whose mask depends only on the global index of an element.
+) -> tuple[Any, ...]:
+    """Return where the elements of ``x`` lie, as ``mask_keys`` takes it.
 
-    ``seed``: int64 of shape (). ``call``: which dropout of the model. ``sizes``: the global shape, ``offsets``: the
-    global index of the first element of ``x`` in every dim. ``lengths``: the shape of ``x`` when ``sizes`` factors its
-    dims, such as sizes (3, 8, 8), offsets (0, 4, 0) and lengths (3, 4, 8) for a ``x`` of 96 elements; by default
-    ``x.shape``. ``first``: number of a micro-batch's first sample (int64 of shape ()); the elements then begin
-    ``first * stride`` behind ``offsets``.
+    ``columns``: ``mask_columns`` of the shape on one device. ``sizes``: the global shape, ``offsets``: the global index
+    of the first element of ``x`` in every dim. ``lengths``: the shape of ``x`` when ``sizes`` factors its dims, such as
+    sizes (3, 8, 8), offsets (0, 4, 0) and lengths (3, 4, 8) for a ``x`` of 96 elements; by default ``x.shape``.
+    ``first``: number of a micro-batch's first sample (int64 of shape ()); the elements then begin ``first * stride``
+    behind ``offsets``.
     """
-    shape, start = tuple(x.shape) if lengths is None else tuple(lengths), _start(first, stride, x.device)
-    keep = dropout_mask(seed.to(x.device), p, call, sizes, offsets, shape, start).reshape(x.shape)
-    scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
-    return torch.where(keep, x * scale, torch.zeros((), dtype=x.dtype, device=x.device))
+    return columns, sizes, offsets, x.shape if lengths is None else lengths, first, stride
+
+
+def decomposed_dropout(x: torch.Tensor, seed: torch.Tensor, p: float, call: int, *block: Any) -> torch.Tensor:
+    """Apply ``dropout`` in operators that a compiler fuses to one kernel. The keys stay an operator, so that they are
+    not hashed again for each element. Nothing is written in place: compilers do not take that from here."""
+    keys = torch.ops.shardwise.mask_keys(seed, call, *_mask_block(x, *block))
+    return _scaled(x, _mask_of(keys, p, lambda bits: torch.addcmul(bits, bits, bits, value=2)), p)
 
 
 # How many bits of the hash become a number of [0, 1) that its type holds exactly.
@@ -175,87 +265,41 @@ def uniform(
     lengths: Sequence[int],
     shape: Sequence[int],
     dtype: torch.dtype,
-    first: torch.Tensor | None = None,
-    stride: int = 0,
+    *in_time: Any,
 ) -> torch.Tensor:
     """Return uniform numbers of [0, 1) that depend only on the seed, the random call and the global index of an
     element.
 
     The result is the block of ``lengths`` at ``offsets`` of the tensor of ``sizes``, in ``shape`` (``sizes`` may factor
-    its dims; ``first`` and ``stride`` as for ``dropout``).
+    its dims; ``in_time``: ``first`` and ``stride``, as for ``dropout``).
     """
-    start = _start(first, stride, seed.device)
-    bits = _shift_right_(hash_bits(seed, call, sizes, offsets, lengths, start), 64 - _BITS[dtype])
+    bits = _shift_right_(hash_bits(seed, call, sizes, offsets, lengths, _start(seed, *in_time)), 64 - _BITS[dtype])
     return (bits.to(torch.float64) * 2.0 ** -_BITS[dtype]).to(dtype).reshape(tuple(shape))
 
 
-# The same from a generator of every shard's own: faster, and other numbers under every plan. A stream is seeded by what
-# replicas have in common and shards have not: the seed, the random call and where the shard lies.
-
-
-def _stream(seed: torch.Tensor, call: int, offsets: Sequence[int], first: torch.Tensor | None) -> torch.Generator:
-    key = splitmix64(splitmix64(seed.cpu() + _GOLDEN) + call)
-    for offset in (*offsets, *(() if first is None else (int(first),))):
-        key = splitmix64(key + offset + _GOLDEN)
-    return torch.Generator(seed.device).manual_seed(int(key) & (2**63 - 1))
-
-
-@torch.library.custom_op("shardwise::stream_dropout", mutates_args=(), schema=_DROPOUT)
-def stream_dropout(
-    x: torch.Tensor,
-    seed: torch.Tensor,
-    p: float,
-    call: int,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int] | None = None,
-    first: torch.Tensor | None = None,
-    stride: int = 0,
-) -> torch.Tensor:
-    """Apply ``dropout`` with the shard's own random stream."""
-    kept = torch.empty_like(x, memory_format=torch.contiguous_format)
-    kept.bernoulli_(1.0 - p, generator=_stream(seed, call, offsets, first))
-    return kept.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0).mul_(x)
-
-
-@torch.library.custom_op("shardwise::stream_uniform", mutates_args=(), schema=_UNIFORM)
-def stream_uniform(
-    seed: torch.Tensor,
-    call: int,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    first: torch.Tensor | None = None,
-    stride: int = 0,
-) -> torch.Tensor:
-    """Return ``uniform`` numbers from the shard's own random stream."""
-    return torch.rand(tuple(shape), generator=_stream(seed, call, offsets, first), dtype=dtype, device=seed.device)
+@_mask_keys.register_fake
+def _(seed: torch.Tensor, call: int, columns: int, sizes: Sequence[int], *rest: Any) -> tuple[torch.Tensor, ...]:
+    lengths, split = rest[1], _first_column_dim(columns, sizes)
+    shapes = (prod(lengths[:split]), 2), (prod(lengths[split:]),)
+    return tuple(torch.empty(shape, dtype=torch.int32, device=seed.device) for shape in shapes)
 
 
 @dropout.register_fake
-@stream_dropout.register_fake
 def _(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @uniform.register_fake
-@stream_uniform.register_fake
 def _(seed: torch.Tensor, *rest: Any) -> torch.Tensor:
     shape, dtype = rest[4:6]
     return torch.empty(tuple(shape), dtype=dtype, device=seed.device)
 
 
-def _same_mask(operator: OpOverload) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-    """Return the backward of a dropout: the cotangent under the same mask, which is drawn again."""
-
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        seed, *first = ctx.saved_tensors
-        numbers, stride = ctx.numbers
-        return operator(gradient, seed, *numbers, *(first or (None,)), stride), *[None] * 8
-
-    return backward
+def _same_mask(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the cotangent under the same mask, which is drawn again."""
+    seed, *first = ctx.saved_tensors
+    numbers, stride = ctx.numbers
+    return dropout(gradient, seed, *numbers, *(first or (None,)), stride), *[None] * 9
 
 
 def _keep_numbers(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -264,12 +308,8 @@ def _keep_numbers(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
     ctx.save_for_backward(*((seed,) if first is None else (seed, first)))
 
 
-dropout.register_autograd(_same_mask(dropout._opoverload), setup_context=_keep_numbers)
-stream_dropout.register_autograd(_same_mask(stream_dropout._opoverload), setup_context=_keep_numbers)
-
-
-# Operator that draws by the global index -> the one that draws from the shard's own stream.
-STREAMS = {dropout._opoverload: stream_dropout._opoverload, uniform._opoverload: stream_uniform._opoverload}
+dropout.register_autograd(_same_mask, setup_context=_keep_numbers)
+RANDOM = frozenset((dropout._opoverload, uniform._opoverload))  # operators that read the seed
 
 
 @torch.library.custom_op("shardwise::mark", mutates_args=(), schema="(Tensor x, str tag) -> Tensor")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_operands, map_refs
@@ -51,6 +52,14 @@ class Emitter:
         """Return the value that a Ref uses."""
         assert isinstance(arg, Ref), f"expected a value, found {arg!r}"
         return self.values[arg.name]
+
+    def fake(self, arg: Arg) -> torch.Tensor:
+        """Return a fake tensor of the type of a value, in ``fake_mode``."""
+        return self._types.operand(self.value(arg))
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        return self._types.mode
 
     def emit(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> Ref:
         """Append a call and return its only result."""
@@ -138,6 +147,19 @@ class Emitter:
         values = tuple(self.values.values())
         return Graph(values, tuple(self.sources), tuple(self.ops), outputs, loss, mutations, tuple(self.constraints))
 
+    def rewritten(self, old: Graph, known: Mapping[str, Arg]) -> Graph:
+        """Return the graph that was made of ``old``. ``known``: value of ``old`` -> what it is here."""
+
+        def renamed(name: str) -> str:
+            return self.value(known[name]).name
+
+        self.constraints[:0] = [(renamed(name), text) for name, text in old.constraints]
+        return self.graph(
+            tuple(map_refs(output, known.__getitem__) for output in old.outputs),
+            None if old.loss is None else renamed(old.loss),
+            tuple((buffer, renamed(name)) for buffer, name in old.mutations),
+        )
+
     def _fresh(self, stem: str, count: int) -> tuple[str, ...]:
         names: list[str] = []
         while len(names) < count:
@@ -152,7 +174,6 @@ def rewrite_graph(graph: Graph, rewrites: Mapping[OpOverload, Rewrite]) -> Graph
     """Replace every operator in ``rewrites`` by what its function emits. All types are inferred again."""
     source_values = [graph.by_name[source.value] for source in graph.sources]
     emitter = Emitter(source_values, graph.sources, rewrites)
-    emitter.constraints = []
     new_args: dict[str, Arg] = {source.value: Ref(source.value) for source in graph.sources}
     emitter.known = new_args
     for op in graph.ops:
@@ -165,13 +186,4 @@ def rewrite_graph(graph: Graph, rewrites: Mapping[OpOverload, Rewrite]) -> Graph
                 differentiable = (o for o in call.operands if emitter.values[o].requires_grad)
                 result = emitter.with_zero_gradient(differentiable, result)
             new_args[name] = result
-
-    def renamed(name: str) -> str:
-        return emitter.value(new_args[name]).name
-
-    emitter.constraints[:0] = [(renamed(name), text) for name, text in graph.constraints]
-    return emitter.graph(
-        tuple(map_refs(output, new_args.__getitem__) for output in graph.outputs),
-        None if graph.loss is None else renamed(graph.loss),
-        tuple((buffer, renamed(name)) for buffer, name in graph.mutations),
-    )
+    return emitter.rewritten(graph, new_args)

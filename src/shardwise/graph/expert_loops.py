@@ -27,7 +27,7 @@ from shardwise.graph.expert_masks import ExpertMask, expert_mask, hides_others, 
 from shardwise.graph.functionalize import BETWEEN
 from shardwise.graph.gathered_experts import in_order, reshaped, unrepeated
 from shardwise.graph.grouped import grouped_mm
-from shardwise.graph.ir import Arg, Graph, Op, Ref, map_operands, map_refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, map_operands
 from shardwise.graph.schema import arguments, is_random
 from shardwise.graph.selected_rows import Accumulation, Rows
 
@@ -60,16 +60,7 @@ def merge_expert_loops(graph: Graph, rows: Mapping[str, Rows], accumulations: Se
             except _Differs:
                 pass
         known.update(zip(op.results, emitter.append(map_operands(op, known.__getitem__), op.results), strict=True))
-
-    def renamed(name: str) -> str:
-        return emitter.value(known[name]).name
-
-    emitter.constraints = [(renamed(name), text) for name, text in graph.constraints]
-    return emitter.graph(
-        tuple(map_refs(output, known.__getitem__) for output in graph.outputs),
-        None if graph.loss is None else renamed(graph.loss),
-        tuple((buffer, renamed(name)) for buffer, name in graph.mutations),
-    )
+    return emitter.rewritten(graph, known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from typing import Literal
 
 import torch
 
-from shardwise.graph.custom_operators import STREAMS
+from shardwise.graph.custom_operators import RANDOM
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.grouped import grouped_mm
-from shardwise.graph.ir import Arg, Graph, Op, Ref, map_operands, map_refs, refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, map_operands, refs
 from shardwise.graph.schema import arguments, is_random
 
 aten = torch.ops.aten
@@ -133,12 +133,7 @@ class _SortElimination:
         for name in (*used, old.loss or ""):
             if name in self.ordered:
                 raise _MixesRows(self.ordered[name].sort)
-        self.emitter.constraints = [(self._new(name).name, text) for name, text in old.constraints]
-        return self.emitter.graph(
-            tuple(map_refs(output, self.known.__getitem__) for output in old.outputs),
-            None if old.loss is None else self._new(old.loss).name,
-            tuple((buffer, self._new(name).name) for buffer, name in old.mutations),
-        )
+        return self.emitter.rewritten(old, self.known)
 
     def _new(self, name: str) -> Ref:
         new = self.known[name]
@@ -182,7 +177,7 @@ class _SortElimination:
 
     def _follow(self, op: Op, sort: str) -> None:
         mixed = any(name in self.ordered and self.ordered[name].sort != sort for name in op.operands)
-        results = None if mixed or is_random(op.target) or op.target in STREAMS else self._results(op, sort)
+        results = None if mixed or is_random(op.target) or op.target in RANDOM else self._results(op, sort)
         if results is None:
             raise _MixesRows(sort)
         for name, result in zip(op.results, results, strict=True):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
 
 from shardwise.graph.ir import Graph, Op, Ref, map_operands, map_refs, refs
 from shardwise.graph.segments import block_of
@@ -52,11 +51,22 @@ class Folding:
         ]
         return Folding(graph, blocks, tuple(kinds), outside)
 
-    def runs(self, key: Callable[[int], Hashable]) -> tuple[range, ...]:
-        """Return the numbers of the blocks in maximal runs of equal ones. ``key``: what else must be equal."""
+    def runs(self, key: Callable[[int], Hashable], least: int = 1, longest_period: int = 1) -> tuple[range, ...]:
+        """Return the numbers of the blocks in runs, one behind the other, that repeat one block or a *period* of
+        several: the step of a range.
+
+        Args:
+            key: What else must be equal.
+            least: How often a period of several blocks is repeated at least.
+            longest_period: The largest number of blocks of a period.
+        """
         keys = [(kind, key(number)) for number, kind in enumerate(self.kinds)]
-        starts = [0, *(n for n, (key, next_key) in enumerate(pairwise(keys), 1) if key != next_key), len(keys)]
-        return tuple(range(start, stop) for start, stop in pairwise(starts) if start < stop)
+        runs: list[range] = []
+        while (start := runs[-1].stop if runs else 0) < len(keys):
+            found = [_repeated(keys, start, period) for period in range(1, longest_period + 1)]
+            found = [run for run in found if run.step == 1 or len(run) >= least]
+            runs.append(max(found, key=lambda run: (len(run) - 2) * run.step))
+        return tuple(runs)
 
     @cached_property
     def home(self) -> dict[str, int]:
@@ -64,8 +74,9 @@ class Folding:
         return {name: i for i, block in enumerate(self.blocks) for name in (*block.made, *block.sources)}
 
     def without(self, removed: Collection[int]) -> Graph | None:
-        """Return the graph without some blocks; each must have a remaining block of its kind before it. None if the
-        model returns a removed block's value, or if an operator behind the next block reads it."""
+        """Return the graph without some blocks. None if the last remaining block before a removed one that a remaining
+        one follows is of another kind, if the model returns a removed block's value, or if an operator behind the next
+        block reads it."""
         if not removed:
             return self.graph
         gone = {name for i in removed for name in (*self.blocks[i].made, *self.blocks[i].sources)}
@@ -99,12 +110,21 @@ class Folding:
     def _before(self, name: str, reader: Op, removed: Collection[int]) -> str | None:
         """Return the value that its reader gets in place of a removed block's: that of the last block before it."""
         number = before = self.home[name]
-        while before in removed and before and self.kinds[before - 1] == self.kinds[number]:
+        while before in removed and before:
             before -= 1
         is_next = bool(reader.results) and self.home.get(reader.results[0]) == number + 1
-        if not is_next or before in removed or name not in self.blocks[number].made:
+        is_equal = before not in removed and self.kinds[before] == self.kinds[number]
+        if not is_next or not is_equal or name not in self.blocks[number].made:
             return None
         return self.blocks[before].made[self.blocks[number].made.index(name)]
+
+
+def _repeated(keys: Sequence[Hashable], start: int, period: int) -> range:
+    """Return the longest run from a position on that repeats its first ``period`` keys."""
+    stop = start + period
+    while stop + period <= len(keys) and keys[stop : stop + period] == keys[start : start + period]:
+        stop += period
+    return range(start, stop, period)
 
 
 def _renamed(names: Mapping[str, str | None], name: str) -> Ref:

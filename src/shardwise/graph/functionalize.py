@@ -26,6 +26,8 @@ from shardwise.errors import CaptureError
 from shardwise.graph.autocast import Autocast, Casting
 from shardwise.graph.bodies import Bodies, Inlining, NotRepeated, is_assertion, marks_of
 from shardwise.graph.emitter import Emitter
+from shardwise.graph.gradient_graph import check_differentiable, emit_gradient
+from shardwise.graph.inner_gradients import GRADIENT, LEAF
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_operands
 from shardwise.graph.normalize_layers import batch_norm_with_statistics
 from shardwise.graph.origins import is_initial, line_of, module_path
@@ -182,6 +184,10 @@ class Functionalizer:
             return self._repeat(node)
         origin = self._origin(node)
         self.emitter.origin = origin
+        if target is GRADIENT:
+            return self._gradient(node)
+        if target is LEAF:
+            return self._variable(node)
         if target is wrap_with_autocast:
             device, dtype, enabled, _cache, body, *operands = self._lookup(node.args)
             with self._casting.region(Autocast.region(device, dtype) if enabled else None):
@@ -233,6 +239,31 @@ class Functionalizer:
         for val, result in zip(tensor_results(node.meta["val"]), results, strict=True):
             self._storages[storage_of(val)] = result.storage
         return results
+
+    def _gradient(self, node: Node) -> tuple[ProgramTensor, ...]:
+        """Emit the gradient that the model takes of some values by others."""
+        given: tuple[Any, ...] = node.args
+        outputs, inputs, cotangents = (tuple(map(self.ref_of, nodes)) for nodes in given[:3])
+        batched, create_graph = given[3:]
+        before, first, self._grad = self._grad, len(self.emitter.ops), True
+        call, options = (outputs, inputs, cotangents), (bool(batched), bool(create_graph))
+        results = emit_gradient(self.emitter, self._apply, call, *options)
+        self._grad = before
+        if create_graph:
+            check_differentiable(self.emitter, self.emitter.ops[first:])
+        else:
+            results = [Ref(self.gradient_free(ref)) for ref in results]
+        vals = tensor_results(node.meta["val"])
+        return tuple(ProgramTensor(ref, self._storage(val)) for ref, val in zip(results, vals, strict=True))
+
+    def _variable(self, node: Node) -> ProgramTensor:
+        """Emit what ``requires_grad_`` sets. The tensor keeps its memory, which may be written later."""
+        tensor, ref = self._tensor(node.args[0]), self.ref_of(node.args[0])  # type: ignore[arg-type]
+        if node.args[1]:
+            tensor.ref = self.emitter.emit(LEAF, ref, True)
+        elif self.emitter.value(ref).requires_grad:
+            tensor.ref = self.emitter.emit(aten.detach.default, ref)
+        return tensor
 
     def _read_call(self, node: Node, op: Op) -> Any:
         val = node.meta["val"]

@@ -16,7 +16,8 @@ is one product per expert that has rows, and the host reads where these begin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -84,12 +85,9 @@ def _aligned(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if fits else matrix.clone(memory_format=torch.contiguous_format)
 
 
-def _each(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield every expert with its rows, in order. The host waits for the sizes."""
-    start = 0
-    for expert, end in enumerate(ends.tolist()):
-        yield expert, slice(start, end)
-        start = end
+def _sizes(ends: torch.Tensor, num_rows: int) -> list[int]:
+    """Return how many rows each expert has, and how many are of none. The host waits for them."""
+    return [end - start for start, end in pairwise((0, *ends.tolist(), num_rows))]
 
 
 def _by_expert(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -98,11 +96,13 @@ def _by_expert(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
         result = torch._grouped_mm(_aligned(rows.contiguous()), _aligned(weight), offs=ends.int())
         elsewhere = torch.arange(rows.shape[0], device=ends.device) >= ends[-1:]
         return result.masked_fill_(elsewhere.unsqueeze(1), 0)  # which the kernel does not write
-    result, stop = rows.new_empty(rows.shape[0], weight.shape[2]), 0
-    for expert, group in _each(ends):
-        if group.start < (stop := group.stop):
-            torch.mm(rows[group], weight[expert], out=result[group])
-    result[stop:].zero_()
+    result, sizes = rows.new_empty(rows.shape[0], weight.shape[2]), _sizes(ends, rows.shape[0])
+    *groups, _ = rows.split(sizes)
+    *products, elsewhere = result.split(sizes)
+    for group, matrix, product in zip(groups, weight.unbind(), products, strict=True):
+        if group.shape[0]:
+            torch.mm(group, matrix, out=product)
+    elsewhere.zero_()
     return result
 
 
@@ -116,12 +116,14 @@ def _of_weight(rows: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor,
         product.masked_fill_(empty[:, None, None], 0)  # Blackwell's kernel leaves numbers there: pytorch issue 172439
         product = product.transpose(1, 2) if turned else product
         return product if product.stride() == weight.stride() else torch.empty_like(weight).copy_(product)
-    result = torch.empty_like(weight)
-    for expert, group in _each(ends):
-        if group.start < group.stop:
-            torch.mm(rows[group].t(), gradient[group], out=result[expert])
+    result, sizes = torch.empty_like(weight), _sizes(ends, rows.shape[0])
+    *groups, _ = rows.split(sizes)
+    *gradients, _ = gradient.split(sizes)
+    for group, cotangent, product in zip(groups, gradients, result.unbind(), strict=True):
+        if group.shape[0]:
+            torch.mm(group.t(), cotangent, out=product)
         else:
-            result[expert].zero_()
+            product.zero_()
     return result
 
 

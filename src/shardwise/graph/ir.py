@@ -6,7 +6,7 @@ mutation or Python. It is produced by ``graph.capture`` and changed only by pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -190,13 +190,19 @@ class Graph:
         return frozenset(s.value for s in self.sources if s.trainable and s.value in reached)
 
 
-def refs(arg: Arg) -> Iterator[str]:
-    """Iterate over the names of the values used in an argument, depth first."""
+def refs(arg: Arg) -> list[str]:
+    """Return the names of the values used in an argument, depth first."""
+    names: list[str] = []
+    _collect_refs(arg, names)
+    return names
+
+
+def _collect_refs(arg: Arg, names: list[str]) -> None:
     if isinstance(arg, Ref):
-        yield arg.name
+        names.append(arg.name)
     elif isinstance(arg, tuple):
         for item in arg:
-            yield from refs(item)
+            _collect_refs(item, names)
 
 
 def map_refs(arg: Arg, function: Callable[[str], Arg]) -> Arg:
@@ -204,7 +210,7 @@ def map_refs(arg: Arg, function: Callable[[str], Arg]) -> Arg:
     if isinstance(arg, Ref):
         return function(arg.name)
     if isinstance(arg, tuple):
-        return tuple(map_refs(item, function) for item in arg)
+        return tuple([map_refs(item, function) for item in arg])
     return arg
 
 

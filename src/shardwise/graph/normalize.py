@@ -24,7 +24,7 @@ from shardwise.graph.ir import Arg, Graph, Op, Ref
 from shardwise.graph.normalize_layers import LAYER_NORMALIZATIONS, batch_norm_with_statistics, foreign_normalizations
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
 from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, drop
-from shardwise.graph.schema import arguments, by_operator, is_random, operator_name
+from shardwise.graph.schema import arguments, by_operator, draws_nothing, is_random, operator_name
 
 aten = torch.ops.aten
 Results = tuple[Arg, ...] | None
@@ -37,7 +37,7 @@ def normalize(graph: Graph) -> Graph:
     """
     normal = rewrite_graph(graph, NORMALIZATIONS | foreign_normalizations())
     for op in normal.ops:
-        if is_random(op.target) and not _draws_nothing(op):
+        if is_random(op.target) and not draws_nothing(op):
             raise CaptureError(
                 f"{operator_name(op.target)} draws random numbers, which would differ with every plan",
                 op=op.module,
@@ -45,11 +45,6 @@ def normalize(graph: Graph) -> Graph:
                 fix="pass the random tensor as an input, or use nn.Dropout",
             )
     return normal
-
-
-def _draws_nothing(op: Op) -> bool:
-    args = arguments(op)
-    return args.get("dropout_p", 1) == 0 or args.get("dropout", 1) == 0 or args.get("train") is False
 
 
 # --------------------------------------------------------------------------------------------------- contractions
@@ -70,11 +65,23 @@ def _linear(op: Op, emitter: Emitter) -> Results:
 def _fused_add(product: OpOverload, left: str, right: str, op: Op, emitter: Emitter) -> Results:
     """Rewrite to ``beta * self + alpha * (left @ right)``; with beta = 0, self is not read."""
     args = arguments(op)
-    result = _scaled(emitter, emitter.emit(product, args[left], args[right]), args["alpha"])
+    result = emitter.emit(product, args[left], args[right])
+    if op.target is aten.addbmm.default:
+        result = emitter.emit(aten.sum.dim_IntList, result, (0,))
+    result = _scaled(emitter, result, args["alpha"])
     if args["beta"] == 0:
         beside = (args["self"].name,) if emitter.value(args["self"]).requires_grad else ()
         return (emitter.with_zero_gradient(beside, result),)
     return (emitter.emit(aten.add.Tensor, result, _scaled(emitter, args["self"], args["beta"])),)
+
+
+def _mm(op: Op, emitter: Emitter) -> Results | None:
+    """Return a product with a transposed matrix as a linear layer, so that it reads the parameter itself."""
+    left, right = op.args
+    made = emitter.producer.get(right.name)
+    if made is None or made.target is not aten.t.default or len(emitter.value(made.args[0]).shape) != 2:
+        return None
+    return (emitter.emit(aten.linear.default, left, made.args[0]),)
 
 
 def _einsum(op: Op, emitter: Emitter) -> Results:
@@ -244,9 +251,12 @@ def _mark(op: Op, emitter: Emitter) -> Results:
 NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
     {
         "linear": _linear,
+        "mm": _mm,
         "addmm": partial(_fused_add, aten.mm.default, "mat1", "mat2"),
         "baddbmm": partial(_fused_add, aten.bmm.default, "batch1", "batch2"),
+        "addbmm": partial(_fused_add, aten.bmm.default, "batch1", "batch2"),
         "addmv": partial(_fused_add, aten.mv.default, "mat", "vec"),
+        "addr": partial(_fused_add, aten.outer.default, "vec1", "vec2"),
         "einsum": _einsum,
         "bmm matmul": by_expert,
         "index.Tensor": of_expert,

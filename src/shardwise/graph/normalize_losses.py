@@ -73,7 +73,7 @@ def _element_loss(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     scores: Ref = op.args[0]
     shapes = [
         emitter.value(call_args[name]).shape
-        for name in ("self", "input", "target", "weight")
+        for name in ("self", "input", "input1", "input2", "target", "weight")
         if call_args.get(name) is not None
     ]
     count = prod(torch.broadcast_shapes(*shapes))
@@ -84,6 +84,6 @@ LOSS_NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
     {
         "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d": _class_loss,
         "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits "
-        "kl_div soft_margin_loss poisson_nll_loss": _element_loss,
+        "kl_div soft_margin_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss": _element_loss,
     }
 )

@@ -16,6 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.graph.custom_operators import dropout as dropout_operator
+from shardwise.graph.custom_operators import mask_columns
 from shardwise.graph.custom_operators import uniform as uniform_operator
 from shardwise.graph.emitter import Emitter, Rewrite
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value
@@ -45,7 +46,7 @@ def drop(emitter: Emitter, x: Ref, p: float) -> Ref:
     """Emit a dropout of a value by the hash of seed and global index."""
     seed, call = next_random_call(emitter)
     shape = emitter.value(x).shape
-    return emitter.emit(DROPOUT, x, seed, float(p), call, shape, (0,) * len(shape))
+    return emitter.emit(DROPOUT, x, seed, float(p), call, mask_columns(shape), shape, (0,) * len(shape))
 
 
 def _free(emitter: Emitter, arg: Arg) -> Arg:

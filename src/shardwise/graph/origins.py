@@ -10,7 +10,7 @@ import re
 import sys
 import sysconfig
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ _NOT_OF_MODELS = (*NOT_USER_CODE, str(Path(np.__file__).parent))
 _OF_PYTEST = re.compile(r"[\\/](_pytest|pluggy)[\\/]")
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 INSTALLED = sysconfig.get_path("purelib")  # lies inside it
+
+
+def calling_line() -> str:
+    """Return the innermost line that is neither torch's nor this package's, as ``model.py:41``; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_USER_CODE[:2]):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def is_standard(filename: str) -> bool:

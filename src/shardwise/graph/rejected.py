@@ -16,7 +16,7 @@ READ_A_NUMBER = "keep it a tensor: arithmetic, torch.where and comparisons work 
 _OF_DATA_SHAPE = "nonzero nonzero_numpy argwhere masked_select _unique _unique2 unique_dim unique_consecutive"
 _DATA_SHAPE = "keep the shape fixed: torch.where(mask, x, 0), x * mask, or topk with a fixed k"
 
-TRANSFORMS = "a transform of torch.func (vmap, grad, jacrev, ...)"
+TRANSFORMS = "this use of torch.func"
 FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _LOOP = "write the loop in Python: its iterations are captured one after the other"
 CONSTRUCTS = {  # torch constructs in place of Python, and what to write instead
@@ -24,8 +24,8 @@ CONSTRUCTS = {  # torch constructs in place of Python, and what to write instead
     **dict.fromkeys(("torch.while_loop", "torch.scan", "torch.associative_scan", "torch.map"), _LOOP),
     FLEX_ATTENTION: "call scaled_dot_product_attention with a mask computed from positions (a large one is never "
     'materialized); for models of transformers pass attn_implementation="sdpa"',
-    TRANSFORMS: "use batched operators; compute gradients inside the model with torch.autograd.grad(..., "
-    "create_graph=True)",
+    TRANSFORMS: "grad, vjp, jvp, jacrev, jacfwd, hessian and vmap of functions of tensors are captured; "
+    "or use batched operators and torch.autograd.grad(..., create_graph=True)",
 }
 
 REJECTED = {

@@ -87,6 +87,12 @@ def is_random(target: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
+def draws_nothing(op: AnyCall) -> bool:
+    """Return whether a call of a random operator draws no number."""
+    args = arguments(op)
+    return args.get("dropout_p", 1) == 0 or args.get("dropout", 1) == 0 or args.get("train") is False
+
+
 def is_view(target: OpOverload) -> bool:
     """Return whether the schema declares that results share memory with an operand."""
     returns = target._schema.returns

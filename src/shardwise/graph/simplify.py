@@ -17,6 +17,7 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.graph.emitter import Emitter, Rewrite
+from shardwise.graph.inner_gradients import LEAF
 from shardwise.graph.ir import Arg, Op, Ref, Value
 from shardwise.graph.schema import arguments, by_operator
 
@@ -119,6 +120,12 @@ def _dense(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     return emitter.emit_several(op.target, *positional)
 
 
+def _transposed_twice(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    """Return the operand of two transposes in a row, as gradients inside forward make of weights of linear layers."""
+    made = emitter.producer.get(_operand(op).name)
+    return (made.args[0],) if made is not None and made.target is aten.t.default else None
+
+
 def _complex_view(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     """Make pairs adjacent in memory, as the operator requires: the copies that did so were dropped."""
     packed = emitter.emit_as_is(aten.clone.default, _operand(op), memory_format=torch.contiguous_format)
@@ -131,7 +138,7 @@ SIMPLIFICATIONS: dict[OpOverload, Rewrite] = by_operator(
         "alias clone contiguous lift_fresh lift_fresh_copy positive": partial(_returned_if, lambda op, x: True),
         "detach": partial(_returned_if, lambda op, x: not x.requires_grad),
         "to.dtype": partial(_returned_if, lambda op, x: x.dtype == op.args[1]),
-        "type_as": partial(_like, aten.to.dtype, "dtype"),
+        "type_as to.other": partial(_like, aten.to.dtype, "dtype"),
         "flatten.using_ints": partial(_returned_if, lambda op, x: len(x.shape) == 1),
         "real conj conj_physical resolve_conj resolve_neg": partial(_returned_if, lambda op, x: not x.dtype.is_complex),
         "atleast_1d.Sequence": partial(_at_least, 1),
@@ -150,5 +157,7 @@ SIMPLIFICATIONS: dict[OpOverload, Rewrite] = by_operator(
         "cat": _cat,
         "view_as_complex": _complex_view,
         "embedding": _dense,
-    }
+        "t": _transposed_twice,
+    },
+    {LEAF: partial(_returned_if, lambda op, x: True)},
 )

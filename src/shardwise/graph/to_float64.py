@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
-from shardwise.graph.custom_operators import dropout_mask, uniform
+from shardwise.graph.custom_operators import dropout_mask, mask_columns, uniform
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op
 from shardwise.graph.normalize_random import alpha_scale
@@ -187,8 +187,8 @@ def call_in_float64(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 def _wide_argument(arg: Any) -> Any:
-    if isinstance(arg, torch.Tensor):
-        return arg.to(WIDE.get(arg.dtype, arg.dtype))
+    if isinstance(arg, torch.Tensor):  # ``to`` the same dtype loses gradients inside of torch.func.jvp
+        return arg.to(WIDE[arg.dtype]) if arg.dtype in WIDE else arg
     return WIDE.get(arg, arg) if isinstance(arg, torch.dtype) else arg
 
 
@@ -234,9 +234,9 @@ class Reference(TorchFunctionMode):
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         """Apply the mask of the next dropout to ``x``."""
         shape = tuple(x.shape)
-        mask = dropout_mask(self.seed, p, self.calls, shape, (0,) * len(shape), shape)
+        mask = dropout_mask(self.seed, p, self.calls, mask_columns(shape), shape, (0,) * len(shape), shape)
         self.calls += 1
-        return torch.where(mask, x / (1 - p) if p < 1 else x * 0, torch.zeros((), dtype=x.dtype))
+        return x * mask * (1 / (1 - p) if p < 1 else 0)
 
     def uniform(self, shape: Sequence[int]) -> torch.Tensor:
         """Return the numbers of the next random call."""
@@ -250,6 +250,33 @@ class Reference(TorchFunctionMode):
         """Return normal numbers as ``graph/normalize_random.py`` computes them, from two random calls."""
         first, second = self.uniform(shape), self.uniform(shape)
         return (torch.log1p(-first) * -2).sqrt() * torch.cos(second * (2 * pi))
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Compute attention with the mask of the next dropout."""
+        if dropout_p == 0:
+            return torch._C._nn.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        scores = query @ key.transpose(-1, -2) * (scale if scale is not None else query.shape[-1] ** -0.5)
+        if is_causal:
+            rows, columns = scores.shape[-2:]
+            scores = scores.masked_fill(~torch.ones(rows, columns, dtype=torch.bool).tril(), -torch.inf)
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        return self.drop(scores.softmax(-1), dropout_p) @ value
 
 
 def _dropout(
@@ -265,33 +292,6 @@ def _feature_dropout(mode: Reference, input: torch.Tensor, p: float, train: bool
     if not train or p == 0:
         return input
     return input * mode.drop(torch.ones(*input.shape[:2], *[1] * (input.dim() - 2), dtype=torch.float64), p)
-
-
-def _attention(
-    mode: Reference,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if dropout_p == 0:
-        return torch._C._nn.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = query @ key.transpose(-1, -2) * (scale if scale is not None else query.shape[-1] ** -0.5)
-    if is_causal:
-        rows, columns = scores.shape[-2:]
-        scores = scores.masked_fill(~torch.ones(rows, columns, dtype=torch.bool).tril(), -torch.inf)
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return mode.drop(scores.softmax(-1), dropout_p) @ value
 
 
 def _sized(draw: str) -> Callable[..., torch.Tensor]:
@@ -539,5 +539,5 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.dropout: _dropout,
     torch.dropout_: lambda mode, input, p, train: input.copy_(_dropout(mode, input, p, train)),
     torch.feature_dropout: _feature_dropout,
-    torch.nn.functional.scaled_dot_product_attention: _attention,
+    torch.nn.functional.scaled_dot_product_attention: Reference.attention,
 }

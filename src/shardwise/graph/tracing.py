@@ -35,6 +35,7 @@ from shardwise.graph.explained import explain_export_error, flex_attention_error
 from shardwise.graph.fakes import fake_copy, fake_like
 from shardwise.graph.function_operator import functions_as_operators
 from shardwise.graph.impure_reads import ImpureRead, host_random_state, reads_of, reject_host_random
+from shardwise.graph.inner_gradients import transforms_as_operators
 from shardwise.graph.module_state import BETWEEN_CALLS, snapshot_state
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import TracedRepeats, trace_repeats_once
@@ -295,6 +296,7 @@ def _export(
         torch.device("cpu"),
         cumulative_averages(),
         grouped_experts(),
+        transforms_as_operators(),
         repeating,
     ):
         for path, region in annotated.items():
@@ -311,11 +313,21 @@ def _export(
                 raise CaptureError(what, source=lines.transformed, fix=CONSTRUCTS[TRANSFORMS]) from error
     if lines.caught:
         raise lines.caught[0]
+    repeats = repeats or TracedRepeats()
+    repeats.failed |= lines.has_gradients and bool(
+        repeats.paths
+    )  # gradients do not flow through the results of a repeat
     for question in lines.asked:
         what = f"{question}: the program uses the answer of the captured call"
         fix = "pass inputs with the same strides in every call, or remove the check"
         warn_user(f"{what}, whatever the strides of later inputs; {fix}", CaptureWarning)
-    return ExportedCall(program, outcomes[-1], tuple(recorder.regions), lines.transformed, repeats or TracedRepeats())
+    return ExportedCall(
+        program,
+        outcomes[-1],
+        tuple(recorder.regions),
+        lines.transformed,
+        repeats,
+    )
 
 
 @contextmanager

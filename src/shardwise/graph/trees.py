@@ -243,6 +243,8 @@ def argument_key(arg: Arg, key_of: Callable[[str], object]) -> object:
 
 def storage_of(value: Any) -> int:
     """Return a number that tensors have in common if they share memory; -1 for anything else."""
+    while isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
     return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else -1
 
 

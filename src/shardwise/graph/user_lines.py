@@ -25,13 +25,22 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from shardwise.errors import CaptureError
 from shardwise.garbage_collector import without_gc
+from shardwise.graph.inner_gradients import (
+    LEAF,
+    NO_GRAD,
+    called_by_transform,
+    check_forward_mode,
+    is_in_transform,
+    traced_gradient,
+)
 from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE, is_of_models
 from shardwise.graph.rejected import READ_A_NUMBER
 from shardwise.graph.stand_ins import STAND_INS
 
 _TENSOR_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
 _ASK_FOR_STRIDES = (torch.Tensor.is_contiguous, torch.Tensor.stride)
-_SHAPE, _GRAD_FN = torch.Tensor.shape, torch.Tensor.grad_fn  # the descriptors
+# The descriptors.
+_SHAPE, _GRAD_FN, _REQUIRES_GRAD = torch.Tensor.shape, torch.Tensor.grad_fn, torch.Tensor.requires_grad
 # What Python, numpy and others read the data of a tensor by: a tensor without data refuses it, each in its own way.
 _READS = frozenset(
     {
@@ -64,11 +73,14 @@ class UserLines(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.transformed = ""  # the first line under a transform of torch.func
+        self.has_gradients = False  # whether the model calls torch.autograd.grad
         self.caught: list[CaptureError] = []  # if the model continues, it caught them
         self.asked: dict[str, None] = {}  # what the model asks of its inputs that programs do not look at
         self._saving = saved_tensors_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _running:  # export looks at every parameter, through all function modes
+            return func(*args, **(kwargs or {}))
         line = user_line(sys._getframe(1))
         try:
             return self._called(func, args, kwargs, line)
@@ -77,24 +89,42 @@ class UserLines(TorchFunctionMode):
             raise
 
     def _called(self, func: Any, args: Any, kwargs: Any, line: str) -> Any:
-        if line and not self.transformed and torch._C._functorch.maybe_current_level() is not None:
+        if line and not self.transformed and is_in_transform():
             self.transformed = line
         if refusal := self._refusal(func, args, kwargs or {}, line):
             what, fix = refusal
             raise CaptureError(what, source=line, fix=fix)
         if func in _ASK_FOR_STRIDES and line and any(args[0] is x for x in _running[-1]):
             self.asked[f"{line} asks for the memory layout of an input ({func.__name__})"] = None
-        initial = {INITIAL: True} if getattr(func, "__module__", "") == nn.init.__name__ else {}
-        with torch.fx.traceback.annotate({LINE: line, **initial}):
-            return STAND_INS.get(func, func)(*args, **(kwargs or {}))
+        marks: dict[str, Any] = {LINE: line}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            marks[INITIAL] = True
+        if is_in_transform() and not torch.is_grad_enabled():
+            marks[NO_GRAD] = True
+        with torch.fx.traceback.annotate(marks):
+            if func is torch.autograd.grad and not called_by_transform():
+                self.has_gradients = True
+                return traced_gradient(*args, **(kwargs or {}))
+            if (sets := _sets_requires_grad(func, args, kwargs or {})) is not None:
+                LEAF(args[0], sets)
+                return args[0]
+            result = STAND_INS.get(func, func)(*args, **(kwargs or {}))
+            if func is not torch.Tensor.detach:
+                check_forward_mode((args, kwargs), result, line)
+            # Of factories, torch.zeros(..., requires_grad=True).
+            is_variable = isinstance(result, torch.Tensor) and bool(kwargs) and kwargs.get("requires_grad") is True
+            return LEAF(result, True) if is_variable and is_fake(result) and not is_in_transform() else result
 
     def _refusal(self, func: Any, args: Any, kwargs: Any, line: str) -> tuple[str, str] | None:
         """Return what cannot be captured about a call and a fix, or None."""
         if torch.is_inference_mode_enabled():
             return "torch.inference_mode hides its region", "use torch.no_grad"
-        if func is torch.autograd.grad and not kwargs.get("create_graph"):
-            what = "torch.autograd.grad inside the model without create_graph=True loses gradients"
-            return what, "pass create_graph=True, or take the gradient outside the model"
+        if func is torch.autograd.grad and is_in_transform() and not called_by_transform():
+            what = "torch.autograd.grad inside of a function that torch.func.vmap transforms"
+            return (
+                what,
+                "use torch.func.grad there (or jacrev, vjp); hand the function that vjp returned to vmap itself",
+            )
         if func is torch.Tensor.backward and line:
             fix = "return the loss (a sum of several), or use torch.autograd.grad(..., create_graph=True)"
             return "backward in forward: a plan differentiates the loss once, after forward", fix
@@ -137,6 +167,16 @@ class UserLines(TorchFunctionMode):
         elif line and (name in _READS or type(error).__name__ in DATA_DEPENDENT):
             what = f"{name.strip('_')} reads the data of a tensor, which does not exist during capture"
             self.caught.append(CaptureError(what, source=line, fix=READ_A_NUMBER, section="tensor-values"))
+
+
+def _sets_requires_grad(func: Any, args: Any, kwargs: Any) -> bool | None:
+    """Return what a call sets ``requires_grad`` of a value to, or None if it sets nothing."""
+    is_setter = getattr(func, "__self__", None) is _REQUIRES_GRAD and func.__name__ == "__set__"
+    if not (is_setter or func is torch.Tensor.requires_grad_) or isinstance(args[0], nn.Parameter):
+        return None
+    value = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+    changes = value != args[0].requires_grad and args[0].is_floating_point() and is_fake(args[0])
+    return value if changes and not is_in_transform() else None
 
 
 def saved_tensors_hooks() -> Any:

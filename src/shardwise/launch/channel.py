@@ -23,7 +23,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.untrusted_text import read_json, shorten_repr
 
 _MOST_BYTES = 1 << 20  # of a line
-_MOST_BYTES_OF_STRANGERS = 1 << 16  # before the first message
+_MOST_BYTES_OF_STRANGERS = 1 << 16  # that called, before their first message
 _MOST_READS = 32  # in a row: a peer may send without end
 _SEND_SECONDS = 5.0
 _FINISH_SECONDS = 2.0
@@ -115,7 +115,7 @@ class Channel:
                 for line in lines:
                     if (message := self._read(line)) is not None:
                         messages.append(message)
-                most = _MOST_BYTES if self._num_heard else _MOST_BYTES_OF_STRANGERS
+                most = _MOST_BYTES_OF_STRANGERS if self._accepted and not self._num_heard else _MOST_BYTES
                 if len(self._rest) > most:
                     raise ShardwiseError(f"sent a line of more than {most:,} bytes")
             except ShardwiseError as error:

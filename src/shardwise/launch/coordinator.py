@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ SURE_SECONDS = 3.0  # several heartbeats (two a second): a peer that closes afte
 _BEAT_SECONDS = 0.5
 _AWAY_SECONDS = 2.0  # without a turn: then this machine was suspended, and the silence of others does not count
 _TELL_SECONDS = 30.0
+_NUM_HEIRS = 64  # machines that may lead next: only these are told where all are, which is a long list
 _CALL_LIMIT = 0.3
 _CALL_SECONDS = 2.0  # between calls to a machine that is missing
 
@@ -82,7 +83,7 @@ class Coordinator:
     unsure: bool = False  # whether a lost machine may still be alive
     began_at: int = -1  # the course's step when the generation began
     over: bool = False
-    turned: float = field(default_factory=time.monotonic)
+    turned: float = field(default_factory=lambda: time.monotonic())
     beaten: float = 0.0
     called: float = 0.0
     num_calls: int = 0
@@ -116,15 +117,17 @@ class Coordinator:
         self.addresses[node] = where
         self.machines[node] = Machine(node, *where, rank_port, channel, slots, spares)
 
-    def turn(self) -> None:
-        """Run one iteration: read messages, detect lost machines, send heartbeats, and decide what to do."""
+    def turn(self, readable: Container[int] | None = None) -> None:
+        """Run one iteration: read messages, detect lost machines, send heartbeats, and decide what to do.
+        ``readable``: descriptors of the connections that have some (None: unknown)."""
         now = time.monotonic()
         away, self.turned = now - self.turned > _AWAY_SECONDS, now
         for machine in list(self.machines.values()):
             was_silent = away or now - machine.channel.heard > SURE_SECONDS
             if away:
                 machine.channel.heard = now
-            self._hear(machine)
+            if readable is None or machine.channel.fileno() in readable:
+                self._hear(machine)
             silent = now - machine.channel.heard
             if machine.channel.gone:
                 self._lose(machine, "is gone", may_live=was_silent)
@@ -185,8 +188,14 @@ class Coordinator:
         self.num_calls += 1
         with contextlib.suppress(OSError), socket.create_connection(self.addresses[node], _CALL_LIMIT) as connection:
             channel = Channel(connection, self.secret)
-            channel.send(come=self.addresses.get(self.node), number=self.number)
+            number, running, node = self.precedence
+            channel.send(come=self.addresses.get(self.node), number=number, running=running, node=-node)
             channel.messages(_CALL_LIMIT)  # sends after the other end's greeting; the other end closes when it has read
+
+    @property
+    def precedence(self) -> tuple[int, int, int]:
+        """Return what decides which of two heads leads: two machines may take over from a lost head within a second."""
+        return self.number, int(self.running), -self.node
 
     # ------------------------------------------------------------------------------------------------------- deciding
 
@@ -288,6 +297,8 @@ class Coordinator:
     def _begin(self, chosen: list[Machine], total: int) -> None:
         first, start = chosen[0], 0
         places = [(machine.node, machine.address, machine.port) for machine in chosen]
+        heirs = {self.node, *[node for node, *_ in places if node != self.node][:_NUM_HEIRS]}
+        known = [place for place in places if place[0] in heirs]
         how = f"{self.how} with {count_ranks(total)}" if self.how.endswith("goes on") else self.how
         for machine in self.machines.values():
             machine.ranks, machine.ended = range(0), None
@@ -297,7 +308,7 @@ class Coordinator:
             machine.channel.send(
                 generation=self.number,
                 head=self.node,
-                machines=places,
+                machines=places if machine.node in heirs else known,
                 ranks=(machine.ranks.start, total),
                 slots=machine.slots,
                 spares=machine.spares,
@@ -307,7 +318,7 @@ class Coordinator:
                 how=how,
             )
         for machine in self._standing_by:
-            machine.channel.send(generation=self.number, head=self.node, machines=places)
+            machine.channel.send(generation=self.number, head=self.node, machines=known)
         self.number += 1
         self.running, self.how, self.began_at = True, "", self.course.step
 

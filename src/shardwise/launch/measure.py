@@ -36,6 +36,7 @@ from shardwise.runtime.communicator import (
     adds_rows,
     backend_of,
     exchange_rows,
+    finish_work,
     gather_rows,
     rank_device,
     scatter_tensor,
@@ -163,7 +164,7 @@ class _CollectiveTimer:
     def issued(self, call: Callable[[], Any], number: int) -> float:
         """Return the host's seconds to issue one of ``number`` asynchronous calls."""
         call()
-        self._finish()
+        finish_work(self.device)
         start = time.perf_counter()
         for _ in range(number):
             call()
@@ -171,18 +172,14 @@ class _CollectiveTimer:
 
     def _slowest(self, call: Callable[[], Any], number: int) -> float:
         dist.barrier()
-        self._finish()
+        finish_work(self.device)
         start = time.perf_counter()
         for _ in range(number):
             call()
-        self._finish()
+        finish_work(self.device)
         taken = torch.tensor((time.perf_counter() - start) / number, dtype=torch.float64, device=self.device)
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
         return float(taken)
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _matmuls(watch: _CollectiveTimer, effort: Effort, device: torch.device) -> Iterator[MatmulTime]:

@@ -25,6 +25,7 @@ from shardwise.launch.restart_policy import RestartPolicy
 from shardwise.launch.secret import SECRET_FIX
 
 _TURN_SECONDS = 0.1
+_REST_SECONDS = 1e-5  # of the head between turns, for each machine
 _BEAT_SECONDS = 0.5
 _TAKE_OVER_SECONDS = 15.0  # for the other machines to notice that the head is lost
 _HELLO_SECONDS = 2.0
@@ -58,6 +59,7 @@ class Listener(threading.Thread):
     def __init__(self, port: int, secret: bytes, address: str = "") -> None:
         super().__init__(daemon=True, name="station")
         self._listener = listen(address, port)
+        self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.address, self._secret = address, secret
         self.head: Coordinator | None = None
@@ -80,6 +82,8 @@ class Listener(threading.Thread):
         while not self._closing:
             with self._lock:
                 self._turn()
+            # A turn looks at every machine, and each message would cause one: 2,048 machines send 4,096 a second.
+            time.sleep(_REST_SECONDS * len(self.head.machines) if self.head is not None else 0.0)
             member = self.member  # read once: the other thread may set it to None
             if member is not None and time.monotonic() > beaten + _BEAT_SECONDS:
                 beaten = time.monotonic()
@@ -88,10 +92,12 @@ class Listener(threading.Thread):
     def _turn(self) -> None:
         machines = [] if self.head is None else [machine.channel for machine in self.head.machines.values()]
         waiting = [channel for channel in (*self._strangers, *machines) if not channel.gone]
-        if self._listener.fileno() in wait_until_readable([self._listener, *waiting], _TURN_SECONDS):
-            with contextlib.suppress(OSError):  # it is gone already, or too many files are open
-                connection, _ = self._listener.accept()
-                self._strangers.append(Channel(connection, self._secret, accepted=True))
+        readable = wait_until_readable([self._listener, *waiting], _TURN_SECONDS)
+        if self._listener.fileno() in readable:
+            with contextlib.suppress(OSError):  # none is left, it is gone already, or too many files are open
+                for _ in range(_MOST_STRANGERS // 2):
+                    connection, _ = self._listener.accept()
+                    self._strangers.append(Channel(connection, self._secret, accepted=True))
         late = time.monotonic() - _STRANGER_SECONDS
         for stranger in list(self._strangers):
             for message in stranger.messages()[:1]:
@@ -110,7 +116,7 @@ class Listener(threading.Thread):
             self._dismiss(stranger)
         self._strangers = self._strangers[-_MOST_STRANGERS:]
         if self.head is not None:
-            self.head.turn()
+            self.head.turn(readable)
 
     def _dismiss(self, stranger: Channel) -> None:
         """Close a connection; report it, unless it repeats an earlier one or there were too many."""
@@ -127,10 +133,10 @@ class Listener(threading.Thread):
         if "hello" in message:
             stranger.send(seat=self.seat)
         else:
-            number = whole(message["number"])
+            precedence = whole(message["number"]), whole(message["running"], 0, 1), -whole(message["node"])
             self.called = as_place(message["come"])
-            # Another one leads this job, and has begun a generation while this one waits for machines.
-            if self.head is not None and not self.head.running and self.head.number < number:
+            # Another one leads this job, and is ahead while this one waits for machines.
+            if self.head is not None and not self.head.running and self.head.precedence < precedence:
                 for machine in self.head.machines.values():
                     machine.channel.close()
                 self.gave_way, self.head = True, None  # in this order: the other thread looks at the head first
@@ -167,9 +173,11 @@ class NodeAgent:
     spares: list[int] = field(init=False)
     station: Listener = field(init=False)
     channel: Channel | None = None
-    crew: list[tuple[int, str, int]] = field(default_factory=list)  # (node, address, port) of the generation's machines
+    # (node, address, port) of the generation's machines that may lead; on these of all its machines
+    crew: list[tuple[int, str, int]] = field(default_factory=list)
     leader: int = 0
     number: int = -1  # of the latest generation
+    unsure: bool = False  # whether a launcher may be alive that did not answer
     stopped: bool = False
     inbox: list[Mapping[str, Any]] = field(default_factory=list)
     refused: list[Address] = field(default_factory=list)  # launchers with a different secret
@@ -280,6 +288,7 @@ class NodeAgent:
         whole(first + len(slots), most=num_ranks)
         how, master, step = as_text(message["how"]), as_place(message["master"]), whole(message["step"], -1)
         self.slots, self.spares = slots, spares
+        self.station.called = None  # by a head that is this one, or has lost
         if how:
             print_line(how)
         return GenerationStart(
@@ -311,18 +320,20 @@ class NodeAgent:
     def _meet(self) -> bool:
         station = self.station
         if station.head is not None:
-            return self._join((station.address or self.name or self.home[0], station.port))
+            return bool(self._join((station.address or self.name or self.home[0], station.port)))
         gave_way, station.gave_way = station.gave_way, False
         if gave_way and self.number >= 0:
             self._come_again()
         places = [place for place in (station.called, station.seat, self.home) if place is not None]
         return any(self._join(place) for place in dict.fromkeys(places))
 
-    def _join(self, where: Address) -> bool:
+    def _join(self, where: Address) -> bool | None:
+        """Return whether the head is there; None if no launcher is."""
         try:
             channel = Channel(socket.create_connection(where, timeout=_HELLO_SECONDS), self.secret)
-        except OSError:
-            return False
+        except OSError as error:
+            self.unsure |= not isinstance(error, ConnectionRefusedError)
+            return None
         channel.send(
             hello=self.node,
             machines=self.num_machines,
@@ -383,25 +394,39 @@ class NodeAgent:
         self._hang_up()
         if self.station.gave_way or self.number < 0 or self.leader == self.node:  # begin from the start
             return None
-        if self.station.called is not None and self._join(self.station.called):  # another machine took over first
-            return None
-        machines = sorted(self.crew)
-        left = [place for place in machines if place[0] != self.leader]
-        for node, address, port in left:
+        left = [place for place in sorted(self.crew) if place[0] != self.leader]
+        limit = time.monotonic() + _TAKE_OVER_SECONDS
+        for node, *where in left:
             if node != self.node:
-                limit = time.monotonic() + _TAKE_OVER_SECONDS
-                while time.monotonic() < limit and not self.caught:
-                    if self._join((address, port)):
-                        return None
-                    time.sleep(_TURN_SECONDS)
+                self.unsure = False
+                if self._join_next(as_place(where), limit):
+                    return None
+                silent |= self.unsure
                 continue
-            if silent and 2 * len(left) <= len(machines):
+            if silent and 2 * len(left) <= len(self.crew):
                 what = f"machine {self.leader}, the head, is silent and may go on without this half of the machines"
                 print_line(f"{what}; they end")
                 return EXIT_ALONE
+            if self.station.called is not None and self._join(self.station.called):  # another one was faster
+                return None
             self._take_over(left, silent)
             return None
         return EXIT_ALONE
+
+    def _join_next(self, where: Address, limit: float) -> bool:
+        """Join the machine that may lead next once it does, or another one that called. Return False if it does not for
+        long, or if none answered there once until ``limit``: a switch may have taken many of them away."""
+        until = max(limit, time.monotonic() + _TAKE_OVER_SECONDS)
+        while not self.caught:
+            unsure = self.unsure
+            if self.station.called is not None and self._join(self.station.called):  # another machine took over first
+                return True
+            self.unsure = unsure  # only the candidate's silence counts: it is asked below
+            answer = self._join(where)
+            if answer or time.monotonic() > (limit if answer is None else until):
+                return bool(answer)
+            time.sleep(_TURN_SECONDS)
+        return False
 
     def _take_over(self, left: Sequence[tuple[int, str, int]], silent: bool) -> None:
         head = self._lead({node for node, _, _ in left}, time.monotonic() + _TAKE_OVER_SECONDS)

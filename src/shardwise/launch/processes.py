@@ -80,7 +80,7 @@ class RankProcess:
     page: HeartbeatFile
     open_pipes: int = 2
     failure: Failure | None = None
-    seen_alive: float = field(default_factory=time.time)  # when its process was last known to run
+    seen_alive: float = field(default_factory=lambda: time.time())  # when its process was last known to run
 
     def signal(self, signum: int, whole_group: bool = True) -> None:
         """Send a signal, unless the rank has ended."""

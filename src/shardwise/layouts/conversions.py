@@ -9,7 +9,7 @@ table against that identity.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from shardwise.layouts.holdings import num_exchanged, num_halo_rows
@@ -109,13 +109,13 @@ class Move:
         closes = len(self.source.windows) > len(self.target.windows)
         return Move(self.target, self.source, self.axes) if closes else None
 
-    @property
+    @cached_property
     def is_keyed(self) -> bool:
         """Return whether rows go to the devices that own their keys, or return from there."""
         return any(map(copies_of, self.cell))
 
     @property
-    def entry(self) -> Cell:
+    def entry(self) -> Cell:  # looked up every time: tests break the tables
         if self.is_keyed:
             return KEYED_CELL
         if self.reverse is not None:
@@ -189,9 +189,14 @@ class Collective:
 
 def collective_of(move: Move, itemsize: int, *, backward: bool = False) -> Collective | None:
     """Return the collective that a move performs in forward or backward, or None."""
+    return _collective(move, move.entry, itemsize, backward)
+
+
+@lru_cache(maxsize=8192)
+def _collective(move: Move, entry: Cell, itemsize: int, backward: bool) -> Collective | None:
     if move.reverse is not None:
         return collective_of(move.reverse, itemsize, backward=not backward)
-    primitive = move.primitive(backward)
+    primitive = entry.backward if backward else entry.forward
     if primitive not in COLLECTIVES:
         return None
     if move.cut is not None:

@@ -194,8 +194,16 @@ class Layout:
 
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape on a device; of a keyed tensor, whose rows depend on data, the one planned for."""
+        if self._is_even:
+            return self.max_local_shape
         shape = tuple(prod(sizes) for sizes in self.local_atoms(coordinates))
         return (self._expected(shape[0]), *shape[1:]) if self.keyed_axes else shape
+
+    @cached_property
+    def _is_even(self) -> bool:
+        """Whether all devices hold tensors of the same shape."""
+        atoms = (atom for dim in self.dims for atom in dim)
+        return not self.windows and all(atom.size % self.mesh.size_of(atom.axes) == 0 for atom in atoms)
 
     @cached_property
     def max_local_shape(self) -> tuple[int, ...]:

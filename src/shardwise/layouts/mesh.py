@@ -209,6 +209,10 @@ class Mesh:
                 rest = rest[1:]
         return names[0] if len(names) == 1 else "(" + ",".join(names) + ")"
 
+    def format_sizes(self) -> str:
+        """Format the sizes of the axes, for a mesh whose axes are not named by role yet: ``2 x 4``."""
+        return " x ".join(str(size) for _, size in self.axes) or "1"
+
     def parse_axes(self, text: str) -> tuple[str, ...]:
         """Invert ``format_axes``; spaces are allowed."""
         names = text.strip().removeprefix("(").removesuffix(")").split(",")

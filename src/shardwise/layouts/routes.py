@@ -108,6 +108,7 @@ class Routes:
         self._prices: dict[int, Floats] = {}
         self._moves: dict[tuple[int, int], tuple[Move, ...]] = {}
         self._nodes: dict[Layout, int | None] = {}
+        self._layouts: dict[int, Layout] = {}  # the same object every time: a layout computes its properties once
 
     def _allows(self, code: int, axis: int) -> bool:
         if code == self.by_key:
@@ -213,6 +214,11 @@ class Routes:
         return None if node < 0 or self.layout(node).canonical() != layout.canonical() else node
 
     def layout(self, node: int) -> Layout:
+        if node not in self._layouts:
+            self._layouts[node] = self._layout_of(node)
+        return self._layouts[node]
+
+    def _layout_of(self, node: int) -> Layout:
         codes = zip(self.axes.groups, self.codes[node].tolist(), strict=True)
         where = {axis: self.where(code) for group, code in codes for axis in group}
         return layout_of(where, self.tensor.atoms, self.axes.mesh)

@@ -10,6 +10,7 @@ import logging
 from shardwise.mindspore import (
     aliases,
     amp,
+    boost,
     common,
     communication,
     compiling,
@@ -20,28 +21,25 @@ from shardwise.mindspore import (
     numpy,
     ops,
     parallel,
+    runtime,
     train,
 )
 from shardwise.mindspore import tensor as _tensor
-from shardwise.mindspore.amp import (
-    DynamicLossScaleManager,
-    FixedLossScaleManager,
-    LossScaleManager,
-    build_train_network,
-)
+from shardwise.mindspore.amp import build_train_network
 from shardwise.mindspore.common import dtype
 from shardwise.mindspore.common.dtype import *
 from shardwise.mindspore.common.initializer import initializer
-from shardwise.mindspore.common.seed import get_seed, set_seed
+from shardwise.mindspore.common.seed import get_seed, manual_seed, set_seed
 from shardwise.mindspore.compiling import *
 from shardwise.mindspore.context import *
 from shardwise.mindspore.dataset import records as mindrecord
 from shardwise.mindspore.layout import Layout
+from shardwise.mindspore.loss_scale import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops.functional import get_grad, grad, jacfwd, jacrev, jvp, shard, value_and_grad, vjp, vmap
+from shardwise.mindspore.ops.functional import grad, jacfwd, jacrev, jvp, shard, value_and_grad, vjp, vmap
 from shardwise.mindspore.ops.functions import is_tensor, recompute
-from shardwise.mindspore.profiling import Profiler
+from shardwise.mindspore.runtime import Profiler
 from shardwise.mindspore.tensor import *
 from shardwise.mindspore.train import callback as _callback
 from shardwise.mindspore.train import model as _model
@@ -60,18 +58,14 @@ aliases.install()
 
 __all__ = [
     "Cell", "DynamicLossScaleManager", "FixedLossScaleManager", "Layout", "LossScaleManager", "Profiler", "amp",
-    "build_train_network", "common", "communication", "context", "dataset", "dtype", "get_grad", "get_seed", "grad",
-    "initializer", "is_tensor", "jacfwd", "jacrev", "jvp", "log", "mindrecord", "mint", "nn", "numpy", "ops",
-    "parallel", "recompute", "set_seed", "shard", "train", "value_and_grad", "vjp", "vmap",
+    "boost", "build_train_network", "common", "communication", "context", "dataset", "dtype",
+    "get_seed", "grad", "initializer", "is_tensor", "jacfwd", "jacrev", "jvp", "log", "manual_seed", "mindrecord",
+    "mint", "nn", "numpy", "ops", "parallel", "recompute", "runtime", "set_seed", "shard", "train",
+    "value_and_grad", "vjp", "vmap",
 ]  # fmt: skip
 for _family in (
     dtype, compiling, context, _tensor, _callback, _model, _recording, _serialization, _transforms
 ):  # fmt: skip
     __all__ += _family.__all__
 __all__ = [*dict.fromkeys(__all__)]
-_DENSE = "dense tensors: ops.matmul of a dense matrix, or ops.gather and ops.unsorted_segment_sum over edges"
-__getattr__ = absent(
-    __name__,
-    lambda: __all__,
-    {**dict.fromkeys(("COOTensor", "CSRTensor", "RowTensor", "SparseTensor"), _DENSE), "load_mindir": "load"},
-)
+__getattr__ = absent(__name__, lambda: __all__)

@@ -8,6 +8,7 @@ import torch
 
 from shardwise.errors import problem
 from shardwise.mindspore import nn
+from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.loss_scale import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -21,7 +22,7 @@ from shardwise.mindspore.loss_scale import (
     init_register,
     init_status,
 )
-from shardwise.mindspore.named import bound_to
+from shardwise.mindspore.named import bound_to, signature_of
 from shardwise.mindspore.nn.wrap import WithLossCell, training_cell
 from shardwise.mindspore.notes import note
 
@@ -49,8 +50,7 @@ def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype
         amp_level: O0: nothing. O1 and auto: convolutions and dense layers, whose results are cast back to float32. O2:
             everything but batch and layer norms. O3: everything.
     """
-    if amp_level not in LEVELS:
-        raise ValueError(problem(f"amp_level is {amp_level!r}", fix=f"one of {', '.join(LEVELS)}"))
+    one_of(*LEVELS)("amp_level", amp_level)
     if amp_level in ("O1", "auto"):
         return custom_mixed_precision(network, white_list=get_white_list(), dtype=dtype)
     if amp_level == "O2":
@@ -84,7 +84,7 @@ def at_level(title: str, network: Any, level: str, settings: dict[str, Any]) -> 
     O0, O2 and O3 ``cast_model_type`` is the compute dtype, and ``keep_batchnorm_fp32`` keeps batch and layer norms in
     float32. ``boost_level`` is accepted, with a note. Raises TypeError for other settings."""
     defaults = {"keep_batchnorm_fp32": None, "cast_model_type": None, "boost_level": "O0"}
-    options = bound_to(title, defaults, (), settings)
+    options = bound_to(title, signature_of(defaults), (), settings)
     if options["boost_level"] != "O0":
         note(f"{title}(boost_level={options['boost_level']!r}) has no effect here: every step is computed in full")
     dtype, keeps = options["cast_model_type"], options["keep_batchnorm_fp32"]

@@ -26,7 +26,7 @@ def is_outermost() -> bool:
 
 def inside() -> AbstractContextManager[None]:
     """Mark calls of cells within the context as parts of another cell's call."""
-    return _noted(_INSIDE, True)
+    return set_within(_INSIDE, True)
 
 
 def again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
@@ -38,11 +38,11 @@ def again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = 
 
     @contextmanager
     def second() -> Iterator[None]:  # backward of a Tensor disables __torch_function__
-        with _noted(_AGAIN, True), _noted(_INSIDE, is_inside), torch._C._EnableTorchFunction():
+        with set_within(_AGAIN, True), set_within(_INSIDE, is_inside), torch._C._EnableTorchFunction():
             yield
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return _noted(_AGAIN, False), second()
+        return set_within(_AGAIN, False), second()
 
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **(kwargs or {}))
 
@@ -54,7 +54,9 @@ def is_again() -> bool:
 
 def outside(result: Any) -> Any:
     """Give tensors of the result the reference's methods, unless a cell is running."""
-    return pytree.tree_map(as_ours, result) if is_outermost() else result
+    if not is_outermost():
+        return result
+    return as_ours(result) if isinstance(result, torch.Tensor) else pytree.tree_map(as_ours, result)
 
 
 def is_split() -> bool:
@@ -64,7 +66,8 @@ def is_split() -> bool:
 
 
 @contextmanager
-def _noted(variable: ContextVar[bool], value: bool) -> Iterator[None]:
+def set_within(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set a variable within the context."""
     token = variable.set(value)
     try:
         yield

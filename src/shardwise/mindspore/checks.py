@@ -42,6 +42,13 @@ def number(name: str, value: Any) -> float:
     return float(of_type(name, value, int | float, "give a number"))
 
 
+def positive(name: str, value: Any) -> float:
+    """Check for a number above 0."""
+    if number(name, value) <= 0:
+        raise ValueError(problem(f"{name} is {value}", fix="give a number above 0"))
+    return float(value)
+
+
 def flag(name: str, value: Any) -> bool:
     """Check for True or False."""
     if not isinstance(value, bool):

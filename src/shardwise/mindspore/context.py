@@ -15,8 +15,18 @@ import torch
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import checks_of, flag, known_name, one_of, option, text, whole
+from shardwise.mindspore.named import TABLES
 from shardwise.mindspore.notes import note
-from shardwise.mindspore.options import ALGO_CHECKS, ALIASES, CHECKS, AlgoParameters, Options, ParallelMode
+from shardwise.mindspore.options import (
+    ALGO_CHECKS,
+    ALIASES,
+    CHECKS,
+    COST_CHECKS,
+    AlgoParameters,
+    CostModel,
+    Options,
+    ParallelMode,
+)
 
 GRAPH_MODE, PYNATIVE_MODE = 0, 1
 GIGABYTE = 2**30
@@ -67,33 +77,15 @@ class Settings:
 
 
 _SETTINGS = checks_of(Settings)
-_IS_TORCHS = "torch decides that here"
 # Settings of the reference without effect here, and the reasons. In the reference they change no result either.
-_IDLE: dict[str, str] = {
-    **dict.fromkeys(("enable_graph_kernel", "graph_kernel_flags", "jit_level", "jit_config"), "torch.compile fuses"),
-    **dict.fromkeys(("enable_compile_cache", "compile_cache_path"), "programs are compiled in seconds"),
-    **dict.fromkeys(("memory_optimize_level", "mempool_block_size", "variable_memory_max_size"), _IS_TORCHS),
-    **dict.fromkeys(("ascend_config", "gpu_config", "aoe_config", "aoe_tune_mode", "auto_tune_mode"), _IS_TORCHS),
-    **dict.fromkeys(("inter_op_parallel_num", "runtime_num_threads", "op_timeout"), "torch.set_num_threads does that"),
-    **dict.fromkeys(("pynative_synchronize", "jit_syntax_level", "max_call_depth"), "Python runs the program itself"),
-    **dict.fromkeys(("check_bprop", "grad_for_scalar", "reserve_class_name_in_scope"), "torch.autograd differentiates"),
-    **dict.fromkeys(("enable_mem_reuse", "graph_memory_max_size", "memory_offload", "exec_order"), _IS_TORCHS),
-    **dict.fromkeys(("enable_task_sink", "enable_loop_sink", "jit_enable_inplace_ops"), "operators are torch's calls"),
-    **dict.fromkeys(("parallel_speed_up_json_path", "host_scheduling_max_threshold"), "plans have their own schedule"),
-    **dict.fromkeys(("enable_profiling", "profiling_options"), "torch.profiler.profile() does that"),
-    **dict.fromkeys(("print_file_path", "env_config_path", "debug_level", "support_binary"), "Python prints and stops"),
-    "enable_sparse": "gradients are dense",
-    "enable_auto_mixed_precision": "amp.auto_mixed_precision does that",
-    "enable_reduce_precision": "kernels compute in the dtypes that they are given",
-    "deterministic": "torch.use_deterministic_algorithms(True) does that",
-}
+_IDLE = {name: reason for reason, names in TABLES["context"]["idle"].items() for name in names.split()}
 
 
 class _Context:
     """The state of this process."""
 
     def __init__(self) -> None:
-        self.settings, self.options, self.algo = Settings(), Options(), AlgoParameters()
+        self.settings, self.options, self.algo, self.cost = Settings(), Options(), AlgoParameters(), CostModel()
         self.idle: dict[str, Any] = {}  # values of settings without effect
 
 
@@ -113,6 +105,11 @@ def options() -> Options:
 def algo_parameters() -> AlgoParameters:
     """Return the parameters of ``set_algo_parameters``."""
     return _context.algo
+
+
+def message_bytes(gradient_bytes: int) -> int:
+    """Return the size limit of messages of gradients, of so many bytes in all; 0: every gradient has its own."""
+    return _context.cost.message_bytes(gradient_bytes, options().bucket_bytes)
 
 
 def set_context(**values: Any) -> None:
@@ -222,6 +219,24 @@ def get_algo_parameters(name: str) -> Any:
 def reset_algo_parameters() -> None:
     """Reset every parameter of the searches to its default."""
     _context.algo = AlgoParameters()
+
+
+def set_cost_model_context(**values: Any) -> None:
+    """Set the parameters of the reference's cost model: the fields of ``CostModel``. All of them are set, or none."""
+    for name in values:
+        known_name(name, COST_CHECKS, "set_cost_model_context")
+    _context.cost = replace(_context.cost, **{name: COST_CHECKS[name](name, value) for name, value in values.items()})
+
+
+def get_cost_model_context(name: str) -> Any:
+    """Return a parameter of the cost model."""
+    known_name(name, COST_CHECKS, "get_cost_model_context")
+    return getattr(_context.cost, name)
+
+
+def reset_cost_model_context() -> None:
+    """Reset every parameter of the cost model to its default."""
+    _context.cost = CostModel()
 
 
 __all__ = [

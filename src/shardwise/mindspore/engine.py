@@ -21,32 +21,12 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.mindspore import context, ir, staged
+from shardwise.mindspore import context, holding, ir, planning, staged
 from shardwise.mindspore.calls import inside, is_split
 from shardwise.mindspore.common.seed import data_seed
-from shardwise.mindspore.holding import (
-    Held,
-    copied_axes,
-    gathered,
-    hold,
-    holding_of,
-    parameter_of,
-    save_group,
-    whole,
-    whole_shape,
-    with_whole_parameters,
-)
 from shardwise.mindspore.library import Atom, Layout, from_rank_zero, leaf_name, ranks, shard
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.parameter_names import checkpoint_names
-from shardwise.mindspore.planning import (
-    be_buffers,
-    changed_parameters,
-    decided,
-    fed_counts,
-    host_parameters,
-    whole_copy,
-)
 from shardwise.mindspore.tensor import as_ours, plain
 
 
@@ -66,7 +46,7 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the outermost call of a cell and return whole tensors. Where ranks feed their own parts of a batch, return
     this rank's rows of every result with a batch dim."""
     leaves = pytree.tree_leaves((args, kwargs)) if is_split() else []
-    if any(isinstance(x, torch.Tensor) and parameter_of(x) is not None for x in leaves):
+    if any(isinstance(x, torch.Tensor) and holding.parameter_of(x) is not None for x in leaves):
         _check_whole(cell)
         return nn.Module.__call__(cell, *args, **kwargs)  # on gradients, which are sharded like their parameters
     args, kwargs = pytree.tree_map(plain, (args, kwargs))
@@ -87,7 +67,7 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _of_computed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a cell for inputs that require gradients, such as results of another cell. Every rank computes it whole.
     Raises RuntimeError where ranks have rows of their own."""
-    if staged.is_on() or fed_counts(context.options(), args, kwargs):
+    if staged.is_on() or planning.fed_counts(context.options(), args, kwargs):
         what = "its input requires a gradient, and ranks feed it in parts"
         fix = "full_batch=True, or one cell that contains this one and computes its input"
         raise RuntimeError(problem(what, op=type(cell).__name__, fix=fix))
@@ -95,7 +75,7 @@ def _of_computed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     # split now, so that parameters are kept the same way in any order of calls
     split_of(cell, *pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
     with inside():
-        return torch.func.functional_call(cell, with_whole_parameters(cell), args, kwargs)
+        return torch.func.functional_call(cell, holding.with_whole_parameters(cell), args, kwargs)
 
 
 def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,16 +85,16 @@ def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         what = f"{type(cell).__name__} is trained with pipeline_stages={context.options().pipeline_stages}"
         fix = "train nn.PipelineCell(net_with_loss, micro_size); for evaluation call set_train(False)"
         raise RuntimeError(problem(what, fix=fix))
-    with inside(), torch.no_grad(), whole(cell):
+    with inside(), torch.no_grad(), holding.whole(cell):
         return nn.Module.__call__(cell, *args, **kwargs)
 
 
 def _check_whole(cell: nn.Module) -> None:
     """Raise RuntimeError if the cell's parameters are shards, which only a plan can compute with."""
     for name, parameter in cell.named_parameters():
-        holding = holding_of(parameter)
-        if holding is not None and holding.is_split:
-            what = f"{name} is split as {holding.layout}, and the mode is {context.options().parallel_mode} now"
+        entry = holding.holding_of(parameter)
+        if entry is not None and entry.is_split:
+            what = f"{name} is split as {entry.layout}, and the mode is {context.options().parallel_mode} now"
             fix = "keep the context with which the cell was split, or build the cell again"
             raise RuntimeError(problem(what, op=type(cell).__name__, fix=fix))
 
@@ -171,16 +151,8 @@ def layouts_of(cell: Any, inputs: tuple[Any, ...]) -> dict[str, Layout]:
         what = f"parallel_mode {context.options().parallel_mode!r} splits no parameters"
         raise RuntimeError(problem(what, op=type(cell).__name__, fix="semi_auto_parallel or auto_parallel mode"))
     split_of(cell, _fed(cell, tuple(plain(x) for x in inputs), {}), {})
-    holdings = ((name, holding_of(parameter)) for name, parameter in checkpoint_names(cell).items())
-    return {name: holding.layout for name, holding in holdings if holding is not None}
-
-
-def plan_of(cell: nn.Module) -> sw.Plan:
-    """Return the plan of a cell that has run split. Raises RuntimeError for any other."""
-    split = next((_SPLITS[module] for module in cell.modules() if module in _SPLITS), None)
-    if split is None:
-        raise RuntimeError(problem(f"{type(cell).__name__} has not run split yet", fix="call it, or train it, first"))
-    return split.par.plan
+    holdings = ((name, holding.holding_of(parameter)) for name, parameter in checkpoint_names(cell).items())
+    return {name: entry.layout for name, entry in holdings if entry is not None}
 
 
 def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
@@ -198,8 +170,8 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
         fix = ("call communication.init() first, and start the program with: shardwise run -n "
                f"{n} net.py (or mpirun -n {n} python net.py)")  # fmt: skip
         raise RuntimeError(problem(what, fix=fix))
-    counts = {} if staged.is_on() else fed_counts(options, args, kwargs)
-    model, args = whole_copy(cell, args)
+    counts = {} if staged.is_on() else planning.fed_counts(options, args, kwargs)
+    model, args = planning.whole_copy(cell, args)
 
     def on_meta(path: Any, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or leaf_name(path) not in counts:
@@ -208,13 +180,13 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
         return torch.empty(sizes, dtype=x.dtype, device="meta")
 
     meta_args, meta_kwargs = pytree.tree_map_with_path(on_meta, (args, kwargs))
-    be_buffers(model, from_rank_zero(lambda: changed_parameters(model, meta_args, meta_kwargs)))
-    plan = from_rank_zero(lambda: decided(cell, model, meta_args, meta_kwargs, counts, options))
+    planning.be_buffers(model, from_rank_zero(lambda: planning.changed_parameters(model, meta_args, meta_kwargs)))
+    plan = from_rank_zero(lambda: planning.decided(cell, model, meta_args, meta_kwargs, counts, options))
     if save := options.strategy_ckpt_save_file if cell.training else "":
         _save(plan, Path(save))
     if groups := options.group_ckpt_save_file or ranks.group_file():
-        save_group(plan, dist.get_rank(), groups)
-    host = host_parameters(model, meta_args, meta_kwargs)
+        holding.save_group(plan, dist.get_rank(), groups)
+    host = planning.host_parameters(model, meta_args, meta_kwargs)
     inputs: Literal["local", "global"] = "local" if counts else "global"
     par = sw.parallelize(model, plan, inputs=inputs, seed=data_seed(), init=_values(cell), host=host)
     _install(par, cell)
@@ -235,15 +207,15 @@ def _named(cell: nn.Module) -> dict[str, torch.Tensor]:
 def _values(cell: nn.Module) -> Any:
     """Return a function that fills in whole initial values, one tensor at a time. Tensors that were split before, or
     read from ranks' checkpoints, are gathered; the others are rank 0's. Every rank must ask for the same tensors."""
-    named, holding_by_name = _named(cell), dict[str, Held]()
-    by_rank: list[dict[str, Held]] = [{}] * dist.get_world_size()
-    own_holdings = {name: holding for name, tensor in named.items() if (holding := holding_of(tensor))}
+    named, holding_by_name = _named(cell), dict[str, holding.Held]()
+    by_rank: list[dict[str, holding.Held]] = [{}] * dist.get_world_size()
+    own_holdings = {name: entry for name, tensor in named.items() if (entry := holding.holding_of(tensor))}
     dist.all_gather_object(by_rank, own_holdings)
     for holdings in by_rank:
         holding_by_name |= holdings
 
     def value(name: str, tensor: torch.Tensor) -> None:
-        tensor.copy_(gathered(named[name], holding_by_name.get(name)))
+        tensor.copy_(holding.gathered(named[name], holding_by_name.get(name)))
 
     return value
 
@@ -262,12 +234,12 @@ def _install(par: sw.Parallel, cell: nn.Module) -> None:
         if here:
             stages = (stage for stage in plan.stages if dist.get_rank() in stage.placement.ranks)
             home = next((stage for stage in stages if name in stage.layouts), home)
-        layout = home.layouts.get(name) or Layout.whole(home.mesh, whole_shape(tensor))
+        layout = home.layouts.get(name) or Layout.whole(home.mesh, holding.whole_shape(tensor))
         part = program_tensors[here[0]].data if here else tensor.data.new_empty(0)
-        if holding_of(tensor) is not None and part.shape == tensor.shape:
+        if holding.holding_of(tensor) is not None and part.shape == tensor.shape:
             part = tensor.data  # shared with another program
-        axes = copied_axes(plan.alone(plan.stages.index(home))).get(name, ())
-        hold(tensor, part, Held(layout, home.placement.ranks), home.mesh.size_of(axes))
+        axes = holding.copied_axes(plan.alone(plan.stages.index(home))).get(name, ())
+        holding.hold(tensor, part, holding.Held(layout, home.placement.ranks), home.mesh.size_of(axes))
         for alias in here:
             owner, _, leaf = alias.rpartition(".")
             table = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"

@@ -13,9 +13,8 @@ from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.conversions import Move
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.strategy import apply_strategy
-from shardwise.layouts.text import format_layout, parse_dtype, parse_layout
+from shardwise.layouts.text import format_layout, parse_layout
 from shardwise.plans.bind import bind
-from shardwise.plans.quantities import format_bytes
 from shardwise.programs.buckets import BUCKET_BYTES, Bucket
 from shardwise.programs.micro_batches import APART
 from shardwise.programs.moves import OverlapPart, local_move
@@ -35,8 +34,8 @@ from shardwise.search.user_strategies import axes_of_counts
 __all__ = [
     "APART", "BUCKET_BYTES", "MARKS", "Atom", "Box", "Bucket", "Conversion", "Graph", "Layout", "LocalOp",
     "LocalProgram", "Move", "Op", "OverlapPart", "Ref", "Source", "SpmdProgram", "apply_strategy",
-    "axes_of_counts", "backend_of", "bind", "boxes", "capture", "device_of", "format_bytes", "format_layout",
+    "axes_of_counts", "backend_of", "bind", "boxes", "capture", "device_of", "format_layout",
     "from_rank_zero", "gather_tensor", "group_timeout", "held_parameters", "in_reference_mode", "leading_names",
-    "leaf_name", "load_exported", "local_move", "localize", "map_refs", "parse_dtype", "parse_layout", "ranks",
+    "leaf_name", "load_exported", "local_move", "localize", "map_refs", "parse_layout", "ranks",
     "save_exported", "scatter_tensor", "shard", "total_norm",
 ]  # fmt: skip

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import inspect
 import sys
+import tomllib
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
+from importlib.resources import files
 from importlib.util import find_spec
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import page, problem
 from shardwise.mindspore.notes import note
 
 Function = Callable[..., Any]
+TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("names.toml").read_text(encoding="utf-8"))
 # Names of the same argument in different versions of the reference.
 WORDS = (
     {"x", "input", "input_x", "x1", "logits", "tensor", "input_params", "params", "inputs", "tensors", "variable", "A"},
@@ -63,12 +66,8 @@ def parameters_of(words: Sequence[str]) -> list[inspect.Parameter]:
     return parameters
 
 
-def bound_to(title: str, defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Bind constructor arguments to a table's settings, with defaults. Raises TypeError for others."""
-    return _bound(title, signature_of(defaults), args, kwargs)
-
-
-def _bound(title: str, signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+def bound_to(title: str, signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Bind arguments to a signature, with defaults. Raises TypeError, which prints the signature, for others."""
     try:
         bound_arguments = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -118,7 +117,7 @@ class WithSettings:
             type.__setattr__(cls, "__init__", constructor(WithSettings.__init__, cls._signature))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        values = _bound(type(self).__name__, self._signature, args, kwargs)
+        values = bound_to(type(self).__name__, self._signature, args, kwargs)
         values.update({name: check(name, values[name]) for name, check in self.checks.items() if name in values})
         handed = {name: values.pop(name) for name in self._handed}
         self._take(values)
@@ -161,11 +160,17 @@ def classes_of(table: Mapping[str, Any], base: type[Any], module: str, **body: A
 def translated(name: str, function: Function) -> Function:
     """Wrap a function so that it also takes its arguments under the names of other versions (``WORDS``)."""
     parameters = inspect.signature(function).parameters
+    others: dict[str, list[str]] = {}  # other word -> parameters
+    for group in WORDS:
+        for word in group - parameters.keys():
+            others.setdefault(word, []).extend(p for p in parameters if p in group)
+    if getattr(function, "__name__", "") == "<lambda>":
+        function.__name__ = function.__qualname__ = name  # which Python's errors say
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for word in [word for word in kwargs if word not in parameters]:
-            same = [p for p in parameters if any({p, word} <= group for group in WORDS) and p not in kwargs]
+        for word in [word for word in kwargs if word in others]:
+            same = [p for p in others[word] if p not in kwargs]
             if same:
                 kwargs[same[0]] = kwargs.pop(word)
         return function(*args, **kwargs)
@@ -198,11 +203,23 @@ def in_order(function: Function) -> Function:
     return call
 
 
-def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str, str] | None = None) -> Any:
-    """Return a ``__getattr__`` of a module whose error suggests the nearest name. It also prints a note, since ``from
-    module import name`` drops the error's text. ``elsewhere``: suggestions for some missing names."""
+def _in_place_of(module: str, name: str) -> str:
+    """Return what stands for a name that is not here, in a module or those around it; empty where nothing is known."""
+    rows = [*TABLES["absent"].get(module or "mindspore", {}).items()]
+    instead = next((advice.format(name) for advice, listed in rows if name in listed.split()), "")
+    return instead or (_in_place_of(module.rpartition(".")[0], name) if module else "")
+
+
+def absent(
+    module: str, names: Callable[[], Iterable[str]], members: Mapping[str, Any] = MappingProxyType({})
+) -> Any:  # fmt: skip
+    """Return a ``__getattr__`` of a module whose error says what stands for a missing name (``names.toml``), or the
+    nearest one. It also prints a note, since ``from module import name`` drops the error's text. ``members``: names
+    that would hide Python's own as globals of the module."""
 
     def missing(name: str) -> Any:
+        if name in members:
+            return members[name]
         if name.startswith("__"):
             raise AttributeError(name)
         is_package = hasattr(sys.modules[module], "__path__")
@@ -211,7 +228,7 @@ def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str,
         short = module.removeprefix("shardwise.mindspore").lstrip(".")
         existing_names = {existing.lower(): existing for existing in names() if not existing.startswith("_")}
         near = get_close_matches(name.lower(), existing_names, n=1, cutoff=0.6)
-        instead = (elsewhere or {}).get(name) or (f"the nearest is {existing_names[near[0]]}" if near else "")
+        instead = _in_place_of(short, name) or (f"the nearest is {existing_names[near[0]]}" if near else "")
         fix = "; ".join(filter(None, (instead, f"all names are listed in {page('from-mindspore')}")))
         text = problem(f"{'.'.join(filter(None, ('ms', short)))} has no {name}", fix=fix)
         note(text)

@@ -1,4 +1,5 @@
-"""The options of ``set_auto_parallel_context`` and ``set_algo_parameters``: defaults, checks and meaning.
+"""The options of ``set_auto_parallel_context``, ``set_algo_parameters`` and ``set_cost_model_context``: defaults,
+checks and meaning.
 
 An option either works, or accepts only its default (``checks.option``).
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from math import ceil
 from typing import Any
 
 from shardwise import Zero, rank, world_size
@@ -19,8 +21,10 @@ from shardwise.mindspore.checks import (
     entries,
     flag,
     fraction,
+    number,
     one_of,
     option,
+    positive,
     text,
     whole,
 )  # fmt: skip
@@ -260,13 +264,13 @@ def _check_slices(strategy: tuple[tuple[int, ...], ...], strict: bool) -> None:
     """Check the reference's rules (dataset_slice): one split dim per input, and no input is split finer than the input
     with the most dims."""
     slices = []
-    for number, counts in enumerate(strategy):
+    for index, counts in enumerate(strategy):
         split = [count for count in counts if count > 1]
         if len(split) > 1:
-            what = f"dataset_strategy splits input {number} in {len(split)} dims: {counts}"
+            what = f"dataset_strategy splits input {index} in {len(split)} dims: {counts}"
             raise ValueError(problem(what, fix="split at most one dim of every input"))
         if strict and split and split[0] & (split[0] - 1):
-            what = f"dataset_strategy splits input {number} in {split[0]} slices, which is not a power of 2"
+            what = f"dataset_strategy splits input {index} in {split[0]} slices, which is not a power of 2"
             raise ValueError(problem(what, fix="choose 1, 2, 4, 8, ..., or set strict=False"))
         slices.append(split[0] if split else 1)
     if not strategy:
@@ -302,3 +306,53 @@ class AlgoParameters:
 
 
 ALGO_CHECKS = checks_of(AlgoParameters)
+
+
+_PRICED = "prices are those of the cluster"
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Parameters of ``set_cost_model_context``. Prices are those of the cluster, so that those of the search have no
+    effect; the fusion of gradients' messages has (``message_bytes``)."""
+
+    device_memory_capacity: float = option(
+        16.0 * 1024**3, positive, idle='set_context(max_device_memory="30GB") sets it'
+    )
+    costmodel_alpha: float = option(1.0, positive, idle=_PRICED)
+    costmodel_beta: float = option(400.0, positive, idle=_PRICED)
+    costmodel_gamma: float = option(0.001, fraction, idle=_PRICED)
+    costmodel_communi_threshold: float = option(2048.0, positive, idle=_PRICED)
+    costmodel_communi_const: float = option(3072.0, positive, idle=_PRICED)
+    costmodel_communi_bias: float = option(1024.0, positive, idle=_PRICED)
+    multi_subgraphs: bool = option(False, flag, idle="a network is one graph, of any number of parts")
+    run_phase: int = option(0, whole(0, 1), idle="a cell in evaluation is planned for evaluation")
+    costmodel_allreduce_fusion_algorithm: int = option(0, whole(0, 2))
+    costmodel_allreduce_fusion_times: int = option(0, whole(0, 2**31))
+    costmodel_allreduce_fusion_tail_percent: float = option(0.1, number)
+    costmodel_allreduce_fusion_tail_time: float = option(0.1, number)
+    costmodel_allreduce_fusion_allreduce_inherent_time: float = option(0.1, number)
+    costmodel_allreduce_fusion_allreduce_bandwidth: float = option(0.1, positive)
+    costmodel_allreduce_fusion_computation_time_parameter: float = option(
+        0.1, number, idle="the first message fixes the size of all, not the time of backward behind it"
+    )
+
+    def message_bytes(self, gradient_bytes: int, otherwise: int) -> int:
+        """Return the size limit of messages of gradients; 0: every gradient has its own.
+
+        Algorithm 1 cuts backward in ``times`` parts, of which the last has ``tail_percent`` and the others share the
+        rest: the limit is the largest part's share of the gradients. Algorithm 2 sends as much as ``tail_time`` allows:
+        inherent time + bytes * bandwidth. As there, numbers for which no message is left fuse nothing.
+        """
+        if self.costmodel_allreduce_fusion_algorithm == 0:
+            return otherwise
+        if self.costmodel_allreduce_fusion_algorithm == 1:
+            times, tail = self.costmodel_allreduce_fusion_times, self.costmodel_allreduce_fusion_tail_percent
+            if times < 2 or not 0 <= tail < 1:
+                return 0
+            return ceil(gradient_bytes * max(tail, (1 - tail) / (times - 1)))
+        seconds = self.costmodel_allreduce_fusion_tail_time - self.costmodel_allreduce_fusion_allreduce_inherent_time
+        return max(0, int(seconds / self.costmodel_allreduce_fusion_allreduce_bandwidth))
+
+
+COST_CHECKS = checks_of(CostModel)

@@ -75,7 +75,8 @@ def plan_by_context(
         settings["memory_bytes"] = memory
     layouts: dict[str, Any] = {name: format_layout(entry.layout) for name, entry in kept.items()}
     layouts |= {name: split_counts for name, split_counts in parameter_plans(cell).items() if name not in layouts}
-    settings |= {"mesh": mesh, "layouts": layouts | counts, "bucket_bytes": options.bucket_bytes}
+    gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    settings |= {"mesh": mesh, "layouts": layouts | counts, "bucket_bytes": context.message_bytes(gradient_bytes)}
     if staged.is_on():
         settings |= staged.settings(model, args, getattr(cell, "micro_size", 1), options)
     make_plan = partial(sw.plan, model, args, options.devices, kwargs=kwargs or None, **settings)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import get_default_nowrap_functions
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -105,8 +106,8 @@ def _wrapped(result: Any) -> Any:
 
 
 def as_ours(x: Any) -> Any:
-    """Give a tensor the reference's methods. Parameters and other values are returned unchanged."""
-    is_torchs = isinstance(x, torch.Tensor) and not issubclass(type(x), (Tensor, nn.Parameter))
+    """Give a tensor the reference's methods. Parameters, tensors of a capture and others are returned unchanged."""
+    is_torchs = isinstance(x, torch.Tensor) and not issubclass(type(x), (Tensor, nn.Parameter, FakeTensor))
     return x.as_subclass(Tensor) if is_torchs else x
 
 

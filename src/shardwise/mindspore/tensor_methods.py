@@ -7,6 +7,7 @@ argument names (``dim=``, ``keepdim=``, ``unbiased=``, ``correction=``) is torch
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,13 @@ def number(x: Any) -> Any:
     return x.item() if isinstance(x, (torch.Tensor, np.ndarray)) else x
 
 
+def flag(x: Any) -> bool:
+    """Return a flag, or a number that stands for one. Raises TypeError for a dtype, which would be true."""
+    if isinstance(x, (torch.dtype, str)):
+        raise TypeError(problem(f"{x} is in the place of keepdims", fix="dtype=, by its name"))
+    return bool(x)
+
+
 def dims_of(x: torch.Tensor, axis: Any) -> tuple[int, ...]:
     """Return one or several dims as a tuple; all dims for None and ()."""
     if isinstance(axis, int):
@@ -70,24 +78,22 @@ def narrowed(found: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return values, indices.to(torch.int32)
 
 
-def _kept(keep_dims: bool, others: dict[str, Any]) -> bool:
-    kept = bool(others.pop("keepdims", keep_dims))
-    if others:
-        raise TypeError(problem(f"there is no argument {', '.join(others)}", fix="axis, keep_dims"))
-    return kept
+def _in_torchs_words(name: str, x: torch.Tensor, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Call torch's method, also with the reference's words."""
+    torchs = {word: value for word, value in named.items() if word not in ("axis", "keep_dims", "keepdims")}
+    dim = {} if named.get("axis") is None else {"dim": named["axis"]}
+    keepdim = {"keepdim": True} if named.get("keep_dims") or named.get("keepdims") else {}
+    return TORCHS[name](x, *args, **torchs, **dim, **keepdim)
 
 
-def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``x.name(axis=None, keep_dims=False)``, computed by ``function(x, dims, keepdim=)``."""
+def _in_either_words(name: str) -> Callable[..., Any]:
+    """Return the method ``x.name(...)``: torch's where it is called in torch's words, else the function of ``ops``."""
 
-    def reduce(x: torch.Tensor, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
-        if WORDS & set(others):
-            dims = () if axis is None else (axis,)
-            return TORCHS[name](x, *dims, **({"keepdim": True} if keep_dims else {}), **others)
-        return function(x, dims_of(x, axis), keepdim=_kept(keep_dims, others))
+    def method(x: torch.Tensor, *args: Any, **named: Any) -> Any:
+        return _in_torchs_words(name, x, args, named) if named.keys() & WORDS else CALLED[name](x, *args, **named)
 
-    reduce.__name__ = name
-    return reduce
+    method.__name__ = name
+    return method
 
 
 def of_kind(x: torch.Tensor, total: torch.Tensor, dtype: Any = None) -> torch.Tensor:
@@ -98,18 +104,24 @@ def of_kind(x: torch.Tensor, total: torch.Tensor, dtype: Any = None) -> torch.Te
 def product(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
     """Multiply over several dims; torch takes one."""
     for dim in sorted((dim % x.dim() for dim in dims), reverse=True):
-        x = torch.prod(x, dim, keepdim=keepdim)
+        x = torch.prod(x, dim, keepdim=flag(keepdim))
     return x
 
 
-def _spread(name: str) -> Callable[..., Any]:
-    def spread(x: torch.Tensor, axis: Axes = None, ddof: int = 0, keepdims: bool = False, **others: Any) -> Any:
-        if WORDS & set(others):
-            return TORCHS[name](x, *(() if axis is None else (axis,)), **others)
-        return getattr(torch, name)(x, dims_of(x, axis), correction=ddof, keepdim=_kept(keepdims, others))
+def _summed(x: torch.Tensor, axis: Axes = None, dtype: Any = None, keepdims: bool = False, **words: Any) -> Any:
+    """Sum over ``axis``. A flag in the place of the dtype keeps the dims, as in torch."""
+    if isinstance(dtype, (bool, int, float, np.bool_)):
+        dtype, keepdims = None, dtype
+    if axis is not None:
+        words["axis"] = axis
+    if dtype is not None:
+        words["dtype"] = dtype_of(dtype)
+    if flag(keepdims):
+        words["keepdims"] = True
+    return _SUM(x, **words)
 
-    spread.__name__ = name
-    return spread
+
+_SUM = _in_either_words("sum")
 
 
 def transpose(x: torch.Tensor, *axes: Any) -> torch.Tensor:
@@ -118,17 +130,6 @@ def transpose(x: torch.Tensor, *axes: Any) -> torch.Tensor:
     if len(order) == 2 and x.dim() > 2:
         return x.swapaxes(*order)
     return x.permute(order or tuple(reversed(range(x.dim()))))
-
-
-def split(x: torch.Tensor, sections: Any = None, axis: int = 0, output_num: int | None = None, dim: Any = None) -> Any:
-    """Split along ``axis`` into parts of a size or of several sizes, or into ``output_num`` equal ones."""
-    along = axis if dim is None else dim
-    if sections is None and output_num is not None:
-        if x.shape[along] % output_num:
-            what = f"{x.shape[along]} elements in {output_num} parts"
-            raise ValueError(problem(what, fix="a number that divides them"))
-        sections = x.shape[along] // output_num
-    return TORCHS["split"](x, sections, along)  # torch.split would call this method again
 
 
 def indexed(x: torch.Tensor, index: Any) -> Any:
@@ -177,15 +178,14 @@ def gathered(x: torch.Tensor, first: Any, second: Any = None, batch_dims: int = 
 def _extreme(name: str) -> Callable[..., Any]:
     """Return the method ``max`` or ``min``: the value, over ``axis=``; with ``return_indices``, or with a dim as its
     first argument as in torch, also its index."""
-    reduce = _reduction(name, getattr(torch, f"a{name}"))
 
     def extreme(x: torch.Tensor, *dims: Any, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
-        if dims and isinstance(dims[0], (int, torch.Tensor)):
-            return tuple(TORCHS[name](x, *dims, **others)) if isinstance(dims[0], int) else TORCHS[name](x, *dims)
-        axis = dims[0] if dims else axis
+        if others.keys() & WORDS or (dims and isinstance(dims[0], (int, torch.Tensor))):
+            return _in_torchs_words(name, x, dims, {"axis": axis, "keep_dims": keep_dims, **others})
+        axis, kept = dims[0] if dims else axis, others.pop("keepdims", keep_dims)
         if not others.pop("return_indices", False):
-            return reduce(x, axis, keep_dims, **others)
-        return tuple(getattr(torch, name)(x, axis, _kept(keep_dims, others)))
+            return CALLED[f"a{name}"](x, axis, kept, **others)
+        return CALLED[name](x, axis, kept, **others)
 
     extreme.__name__ = name
     return extreme
@@ -195,12 +195,8 @@ def _narrow(name: str) -> Callable[..., Any]:
     """Return a method of torch's whose indices are int32 in the reference, unless torch's own words are used."""
 
     def method(x: torch.Tensor, *args: Any, **named: Any) -> Any:
-        named["dim"] = named.pop("axis", named.get("dim"))
-        if "keepdims" in named:
-            named["keepdim"] = named.pop("keepdims")
-        if named["dim"] is None:
-            del named["dim"]
-        found = TORCHS[name](x, *args, **named)
+        words = {word: value for word, value in named.items() if word != "dim" or value is not None}
+        found = _in_torchs_words(name, x, args, words)
         return found.to(torch.int32) if isinstance(found, torch.Tensor) else narrowed(found)
 
     method.__name__ = name
@@ -285,12 +281,13 @@ def _of_array(name: str) -> Callable[..., Any]:
 
 REFLECTED = [f"__r{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "matmul")]
 _FUNCTIONS = """
-    approximate_equal gather_elements gather_nd inv random_categorical reverse reverse_sequence searchsorted
-    unique_with_pad unsorted_segment_max unsorted_segment_min unsorted_segment_prod xdivy addcdiv addcmul index_fill
-    scatter"""
+    approximate_equal cumsum expand_dims gather_elements gather_nd inv invert split top_k reverse
+    reverse_sequence searchsorted unsorted_segment_max unsorted_segment_min unsorted_segment_prod xdivy addcdiv
+    addcmul index_fill scatter"""
+_REDUCTIONS = "mean all any prod std var median"
 METHODS: dict[str, Any] = {
     **{name: _of_array(name) for name in REFLECTED},
-    "size": property(size), "__getitem__": indexed, "__setitem__": assigned, "transpose": transpose, "split": split,
+    "size": property(size), "__getitem__": indexed, "__setitem__": assigned, "transpose": transpose,
     "repeat": repeated, "gather": gathered, "asnumpy": asnumpy, "assign_value": assigned_value, "take": taken,
     "view": viewed, "item": single, "flatten": _flattened, "resize": _resized,
     **dict.fromkeys(("value", "to_tensor"), lambda x: x),
@@ -300,31 +297,30 @@ METHODS: dict[str, Any] = {
         x, offset, **(words or {"dim1": axis1, "dim2": axis2})),
     "select": lambda x, condition, y: (
         torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else TORCHS["select"](x, condition, y)),
-    "expand_dims": lambda x, axis: x.unsqueeze(axis),
     "copy": lambda x: x.clone(), "init_data": lambda x, *settings, **named: x,
     **{name: _extreme(name) for name in ("max", "min")},
     **{name: _narrow(name) for name in ("argmin", "argsort", "sort", "topk")},
-    "cumsum": lambda x, axis=None, dtype=None, **words: of_kind(x, TORCHS["cumsum"](
-        x, words.get("dim", axis), dtype=dtype), dtype),
     "__floordiv__": lambda x, other: torch.div(x, other, rounding_mode="floor"),
-    "median": lambda x, axis=-1, keepdims=False, **words: tuple(TORCHS["median"](
-        x, words.get("dim", axis), words.get("keepdim", keepdims))),
     **{f"arg{name}_with_value": _with_value(name) for name in ("max", "min")},
     "ptp": lambda x, axis=None, keepdims=False: x.amax(dims_of(x, axis), keepdims) - x.amin(dims_of(x, axis), keepdims),
-    "top_k": lambda x, k, sorted=True: narrowed(torch.topk(x, k, sorted=sorted)),
-    "invert": lambda x: torch.bitwise_not(x),
     "strides": property(lambda x: tuple(x.element_size() * step for step in x.stride())),
     "has_init": property(lambda x: False), "tobytes": lambda x: asnumpy(x).tobytes(),
     **{f"scatter_{kind}": _as_function(f"tensor_scatter_{kind}") for kind in ("sub", "mul", "div", "max", "min")},
     **{name: _as_function(name) for name in _FUNCTIONS.split()},
-    **{name: _reduction(name, getattr(torch, name)) for name in ("mean", "sum", "all", "any")},
-    "prod": _reduction("prod", product),
-    **{name: _spread(name) for name in ("std", "var")},
+    **{name: _in_either_words(name) for name in _REDUCTIONS.split()},
+    "sum": _summed,
     "norm": lambda x, *args, **words: (TORCHS["norm"] if "p" in words else _as_function("norm"))(x, *args, **words),
 }  # fmt: skip
 TORCHS: dict[str, Callable[..., Any]] = {  # torch's own methods, before in_words replaces them
     name: getattr(torch.Tensor, name) for name in (*METHODS, "clone") if hasattr(torch.Tensor, name)
 }
+
+
+def call_functions(functions: dict[str, Callable[..., Any]]) -> None:
+    """Add the functions of ``ops``, which methods of the same names call; these get their signatures."""
+    CALLED.update(functions)
+    for name in (*_FUNCTIONS.split(), *_REDUCTIONS.split()):
+        vars(METHODS[name])["__signature__"] = inspect.signature(functions[name])
 
 
 # -- inside construct --------------------------------------------------------------------------------------------------

@@ -8,24 +8,33 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
 
+import torch
+
 from shardwise.costs.cluster import Cluster
+from shardwise.costs.collectives import Links
+from shardwise.costs.memory import busiest_program
 from shardwise.costs.optimizers import is_on_host
-from shardwise.errors import PlanError, PlanWarning, ShardwiseError, warn_user
+from shardwise.costs.prediction import Prediction
+from shardwise.costs.prices import Prices
+from shardwise.costs.timeline import figures_of, simulate_program
+from shardwise.errors import NothingFits, PlanError, PlanWarning, ShardwiseError, warn_user
 from shardwise.garbage_collector import with_rare_gc
 from shardwise.graph.autocast import no_autocast
 from shardwise.graph.batch import batch_size
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Graph
+from shardwise.graph.stage_marks import marks_of
 from shardwise.graph.step_precision import Precision
 from shardwise.graph.trees import constants_of
 from shardwise.layouts.mesh import Mesh
+from shardwise.planning.first_verdict import FirstVerdict, first_verdict
+from shardwise.planning.plan_cache import PlanCache, key_of_graph, remembered
 from shardwise.plans.auto_stages import LowerBound, StageConfig, check_joint, joint_search, settings_of, tries_of
-from shardwise.plans.axis_names import AxisUsage, mesh_by_roles
 from shardwise.plans.bind_stages import step_graph
 from shardwise.plans.entries import PricingEntry
 from shardwise.plans.listing import stage_of
-from shardwise.plans.micro_batch_search import Example, batches_of, best_micro_batch
+from shardwise.plans.micro_batch_search import Example, MicroBatchOptions, batches_of, best_micro_batch
 from shardwise.plans.nothing_fits import nothing_fits, refuse_division
 from shardwise.plans.pipelines import pipeline_config, plan_pipeline
 from shardwise.plans.plan import Plan
@@ -34,13 +43,26 @@ from shardwise.plans.request import PlanRequest, SearchName
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of
 from shardwise.plans.stage_planner import PipelineConfig, choose_stage
-from shardwise.programs.micro_batches import Passes
-from shardwise.progress import OutOfTime, report_progress, until_deadline
-from shardwise.report.search_reports import MeshReport, PipelineReport
+from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.programs.micro_batches import APART, Passes
+from shardwise.progress import (
+    STOPPED,
+    OutOfTime,
+    finishing,
+    is_shown,
+    report_progress,
+    report_verdict,
+    stop_with,
+    until_deadline,
+)
+from shardwise.report.search_reports import SearchReport
 from shardwise.rules.keyed_rows import IMBALANCE
 from shardwise.runtime.agree import rank_and_world_size, report_alive, show_progress_once
 from shardwise.search.auto import PRICED_SEARCHES, MeshSearch
+from shardwise.search.axis_names import AxisUsage, mesh_by_roles
 from shardwise.search.decide import check_layout_names
+from shardwise.search.planner import StagePlan
+from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.stored_program import SearchConfig
 
 
@@ -51,17 +73,20 @@ def execute(
     captures: list[Planning] | None = None,
     seconds: float = inf,
     clock: Callable[[], float] = time.monotonic,
+    cache: PlanCache | None = None,
 ) -> PlanningResult:
     """Plan a request.
 
     Args:
         request: What to plan.
-        exact_refusal: Whether a refusal of stages names the least memory over all cuts, which takes longer, or of some.
+        exact_refusal: Whether this is the question itself, not a variant of it: a first verdict is shown, and a refusal
+            of stages names the least memory over all cuts, which takes longer, not of some.
         captures: Earlier requests with what was captured for them; a variant of one that changes neither the call nor
             its dtypes is not captured again. This one is added.
         seconds: When planning ends with the best plan so far, which is announced with its gap. A first Ctrl-C
             ends it as well, unless ranks wait for the plan.
         clock: Returns the time in seconds.
+        cache: Where the answer is looked up and kept; None: it is searched.
 
     Raises:
         ShardwiseError: The model or a setting has a fault that the user can fix.
@@ -69,19 +94,25 @@ def execute(
             nothing was found in time.
         KeyboardInterrupt: Ctrl-C before a plan was found.
     """
-    precision = (request.training.precision or Precision()).at_hand
+    begun, precision = time.process_time(), (request.training.precision or Precision()).at_hand
     on_interrupt = rank_and_world_size()[1] == 1
     with (
         show_progress_once("planning"),
         report_alive(),
         no_autocast(),
+        torch.autograd.set_detect_anomaly(False),  # fake tensors hold no values to look at
         with_rare_gc(),
         until_deadline(seconds, clock, on_interrupt=on_interrupt) as deadline,
     ):
         try:
             planning = Planning.of(request, precision, exact_refusal, captures if captures is not None else [])
-            planning.refuse_division()
-            found = planning.auto_stages() if request.parallel.stages == "auto" else planning.one_setting()
+            search = partial(planning.searched, quickly=exact_refusal and (is_shown() or seconds < inf))
+            again = partial(execute, request, exact_refusal=exact_refusal, captures=captures)
+            found = (
+                search()
+                if cache is None
+                else remembered(cache, planning.key, planning.call, search, again, deadline, begun)
+            )
         except OutOfTime as error:
             if deadline.outer is not None:
                 raise
@@ -95,7 +126,7 @@ def execute(
 def _gap_of(found: PlanningResult) -> str:
     """Format how far the step of a plan is from what is known to be its least."""
     plan, report = found.plan, found.search_report
-    if isinstance(report, MeshReport | PipelineReport) and report.settings is not None and report.settings.bound:
+    if isinstance(report, SearchReport) and report.settings is not None and report.settings.bound:
         step = figures(plan)
         assert step is not None, "it was chosen by price"
         return f"; its step is {step[0] / report.settings.bound - 1:.0%} above the least of all settings"
@@ -133,9 +164,9 @@ class Planning:
             report_progress("capturing the model")
             captured = capture(
                 request.module, *arguments, loss=request.loss, strategies=strategies, precision=precision,
-                per_micro_batch=terms,
-            )  # fmt: skip
-            call = Example(request.module, arguments, request.loss, strategies, precision, terms)
+                heads=request.cluster.num_devices,
+            ).with_terms(terms)  # fmt: skip
+            call = Example(request.module, arguments, request.loss, strategies, precision, terms, captured.fused_heads)
         else:
             captured, call = earlier.captured, earlier.call
         _check_imbalance(request, captured.graph)
@@ -162,14 +193,48 @@ class Planning:
             and self.call.per_micro_batch == tuple(request.training.per_micro_batch)
         )  # fmt: skip
 
+    def key(self) -> str:
+        """Return the key of everything that decides the plan. Raises NoKey."""
+        request, captured, module = self.request, self.captured, self.request.module
+        return key_of_graph(
+            captured.graph, captured.constants, captured.annotations, captured.segments, captured.output_names,
+            self.call.precision, self.search, self.exact_refusal, request.cluster, request.parallel, request.training,
+            request.search, request.candidates, request.example_samples, constants_of(self.call.arguments),
+            module.training, marks_of(module), hasattr(module, APART),
+        )  # fmt: skip
+
+    # -- the search ----------------------------------------------------------------------------------------------------
+
+    def searched(self, *, quickly: bool) -> PlanningResult:
+        """Return the plan of the request. ``quickly``: a first verdict is shown, and its plan is taken if the search
+        ends before it has another."""
+        self.refuse_division()
+        first = self.first_verdict() if quickly else None
+        try:
+            return self.auto_stages() if self.request.parallel.stages == "auto" else self.one_setting()
+        except STOPPED:
+            if first is None or first.plan is None or not first.fits:
+                raise
+            stop_with(True)
+            with finishing():
+                stage = first.plan.searched(first.least_seconds)
+                if stage.excess(first.limit):  # its programs need more than was extrapolated: there is no plan yet
+                    raise
+                return self._result(first.plan.config, first.plan.passes, stage)
+
     def refuse_division(self) -> None:
         """Raise NothingFits if no division of what stays from step to step fits, before anything is searched."""
         if self.by_price:
             request, parallel = self.request, self.request.parallel
             staged = parallel.stages is not None or parallel.schedule is not None
-            refuse_division(
-                self.captured.graph, request.training.optimizer, request.cluster, request.limit, staged=staged
-            )
+            try:
+                refuse_division(
+                    self.captured.graph, request.training.optimizer, request.cluster, request.limit, staged=staged
+                )
+            except NothingFits as refusal:
+                if self.exact_refusal:
+                    report_verdict(f"does not fit: {refusal.what}")
+                raise
 
     @property
     def by_price(self) -> bool:
@@ -181,7 +246,7 @@ class Planning:
         request, constants = self.request, constants_of(self.call.arguments)
         return Plan(
             (), request.search.mode, self.search, request.training.optimizer, request.module.training,
-            request.parallel.bucket_bytes, precision=self.call.precision, constants=constants,
+            self.config.bucket_bytes, precision=self.call.precision, constants=constants,
             per_micro_batch=self.call.per_micro_batch,
             imbalance=float(request.parallel.imbalance),
         )  # fmt: skip
@@ -190,11 +255,47 @@ class Planning:
     def config(self) -> SearchConfig:
         """The settings of a search on one mesh."""
         parallel = self.request.parallel
+        bucket_bytes = BUCKET_BYTES if parallel.bucket_bytes is None else parallel.bucket_bytes
+        sizes_messages = parallel.bucket_bytes is None and parallel.stages is None and parallel.schedule is None
         return SearchConfig(
-            self.search, self.request.training.optimizer, 1, self.request.search.memory_bytes, parallel.bucket_bytes,
-            parallel.layouts or {}, zero=parallel.zero_config, known=self.known,
+            self.search, self.request.training.optimizer, 1, self.request.search.memory_bytes, bucket_bytes,
+            sizes_messages, parallel.layouts or {}, zero=parallel.zero_config, known=self.known,
             imbalance=float(parallel.imbalance),
         )  # fmt: skip
+
+    @cached_property
+    def _whole_config(self) -> PipelineConfig:
+        """The configuration of a plan without stages."""
+        request = self.request
+        return PipelineConfig.of(request, self.captured, self.config, request.cluster, by_price=self.by_price)
+
+    @cached_property
+    def _batches(self) -> MicroBatchOptions | None:
+        """The sizes of a micro-batch that may be chosen; None: one pass. With stages they are chosen later."""
+        request, training = self.request, self.request.training
+        samples, is_joint = training.global_batch, request.parallel.stages == "auto"
+        if is_joint and samples is None:
+            samples = request.example_samples or 1
+        chooses = is_joint or (self.by_price and self.captured.graph.loss is not None)
+        devices = request.cluster.num_devices
+        return batches_of(request.example_samples, samples, training.micro_batch, devices, chooses=chooses)
+
+    def first_verdict(self) -> FirstVerdict | None:
+        """Return the first verdict, and show it; None if there are no prices, or the search ends before it."""
+        parallel, devices = self.request.parallel, self.request.cluster.num_devices
+        if not self.by_price:
+            return None
+        is_whole = parallel.stages is None and parallel.schedule is None
+        if parallel.stages == "auto":  # a setting of one stage is among those that are searched
+            is_whole = parallel.mesh is None or parallel.mesh.num_devices == devices
+        report_progress("first verdict")
+        try:
+            config = self._whole_config if is_whole else None
+            verdict = first_verdict(self.request, self.call, self.captured.graph, self._batches, config)
+        except ShardwiseError:  # which the search raises again
+            return None
+        report_verdict(str(verdict))
+        return verdict
 
     # -- one setting of stages -----------------------------------------------------------------------------------------
 
@@ -202,61 +303,79 @@ class Planning:
         """Plan with the number of stages and the schedule of the request; of several micro-batch sizes take the one
         whose step is predicted to be the shortest."""
         request, parallel, by_price = self.request, self.request.parallel, self.by_price
-        check_layout_names(parallel.layouts or {}, self.captured.graph)
+        has_mesh = parallel.mesh is not None or not by_price
+        check_layout_names(parallel.layouts or {}, self.captured.graph, has_mesh=has_mesh)
         is_staged = parallel.stages is not None or parallel.schedule is not None
         if is_staged:
             config = pipeline_config(request, self.captured, self.config, by_price=by_price)
         else:
-            config = PipelineConfig.of(request, self.captured, self.config, request.cluster, by_price=by_price)
+            config = self._whole_config
         training, graph = request.training, self.captured.graph
         memory_policy = parallel.memory_policy(graph, self.captured.segments)  # raises if impossible
         if is_staged:
             pipeline = plan_pipeline(
                 config, self.call, graph, training, self.template, exact_refusal=self.exact_refusal
             )
-            return PlanningResult(pipeline.plan, PipelineReport.of(pipeline))
+            report = SearchReport.of(pipeline.plan, pipeline.searched, pipeline.graph, found=pipeline)
+            return PlanningResult(pipeline.plan, report)
         if memory_policy.moves_to_host:
             _announce_one_memory(request.cluster)
-        batches = batches_of(
-            request.example_samples, training.global_batch, training.micro_batch, request.cluster.num_devices,
-            chooses=by_price and graph.loss is not None,
-        )  # fmt: skip
+        batches = self._batches
         whole = graph if batches is None or request.example_samples == batches.step else self.call.graph(batches.step)
-        best, tried, _ = best_micro_batch(self.call, whole, batches, partial(self._plan_passes, config), staged=False)
+        best, tried, _ = best_micro_batch(
+            self.call, whole, batches, partial(self._plan_passes, config), staged=False,
+            to_host=memory_policy.moves_to_host,
+        )  # fmt: skip
         if memory_policy.moves_to_host and not any(entry.offloaded for entry in best.plan.operators):
             warn_user(
                 "nothing is offloaded to the host: what backward needs of these parts is recomputed, is smaller than "
                 "64 KiB on a device, or is kept on the device anyway",
                 PlanWarning,
             )
-        report = best.search_report
-        return replace(best, search_report=replace(report, tried=tried)) if isinstance(report, MeshReport) else best
+        if isinstance(best.search_report, SearchReport):
+            return replace(best, search_report=replace(best.search_report, tried=tried))
+        return best
 
     def _plan_passes(self, config: PipelineConfig, passes: Passes) -> PlanningResult:
         """Plan a step without a pipeline."""
         graph, settings = passes.graphs[passes.sizes[0]], replace(self.config, passes=len(passes.sizes))
         if self.request.search.mode == "data_parallel":
             _announce_repeated(graph, config.meshes[0])
-        planned = choose_stage(
-            replace(config, settings=settings), graph, self.captured.annotations, config.limit, self.call.vjp_cache
-        )
+        cache = PlanningCache(self.call.vjp_cache)
+        planned = choose_stage(replace(config, settings=settings), graph, config.limit, cache)
         if planned.excess(config.limit):
             assert planned.ranking is not None, "its bytes are known"
             raise nothing_fits(planned.ranking)
+        return self._result(config, passes, planned)
+
+    def _result(self, config: PipelineConfig, passes: Passes, planned: StagePlan) -> PlanningResult:
+        """Return the result of a step without a pipeline."""
+        graph, settings = passes.graphs[passes.sizes[0]], replace(self.config, passes=len(passes.sizes))
         rules, choice = planned.factored.rules, planned.choice
         mesh = planned.mesh
         if config.chooses_mesh:
-            mesh = mesh_by_roles(mesh, (AxisUsage(graph, rules, choice.strategies),))
+            mesh, _ = mesh_by_roles(mesh, (AxisUsage(graph, rules, choice.strategies),))
         stage = stage_of(graph, rules, choice, planned.spmd, mesh)
-        search = None if planned.searched is None else planned.searched.search
-        separate = () if search is None else _separate_axes(search, stage.mesh)
+        searched = planned.searched
+        separate = () if searched is None else _separate_axes(searched.search, stage.mesh)
         pricing = PricingEntry.of(self.request.cluster, settings.memory_bytes, separate)
         plan = replace(
-            self.template, stages=(stage,), pricing=pricing, predicted=planned.prediction, micro_batches=settings.passes
-        )
-        if search is None or planned.ranking is None:
+            self.template, stages=(stage,), pricing=pricing, predicted=self._predicted(planned),
+            micro_batches=settings.passes, bucket_bytes=planned.bucket_bytes,
+        )  # fmt: skip
+        if searched is None or planned.ranking is None:
             return PlanningResult(plan)
-        return PlanningResult(plan, MeshReport.of(plan, search, planned.ranking.best.peak))
+        return PlanningResult(plan, SearchReport.of(plan, (searched,), graph, peak=planned.ranking.best.peak))
+
+    def _predicted(self, planned: StagePlan) -> Prediction | None:
+        """Return the prediction of a plan without stages: of its compiled step, where compiling is the default."""
+        prediction, cluster = planned.prediction, self.request.cluster
+        if prediction is None or not prediction.simulated_seconds or not cluster.device.is_cuda:
+            return prediction
+        prices = Prices(Links(cluster, planned.mesh), self.request.training.optimizer, prediction.passes)
+        program = busiest_program(planned.spmd, self.call.vjp_cache)
+        compiled = simulate_program(program, prices, compiled=True)
+        return replace(prediction, **figures_of(compiled, "compiled_seconds"))
 
     # -- stages="auto" -------------------------------------------------------------------------------------------------
 
@@ -265,8 +384,7 @@ class Planning:
         request, graph, captured_samples = self.request, self.captured.graph, self.request.example_samples
         cluster, parallel = request.cluster, request.parallel
         check_joint(request.module, by_price=self.by_price)
-        samples = (captured_samples or 1) if request.training.global_batch is None else request.training.global_batch
-        batches = batches_of(captured_samples, samples, request.training.micro_batch, cluster.num_devices, chooses=True)
+        batches = self._batches
         assert batches is not None, "the samples of a step are known"
         step = batches.step
         stage_devices = None if parallel.mesh is None else parallel.mesh.num_devices
@@ -287,7 +405,7 @@ class Planning:
             settings, bound, cluster, plan_setting, tries=tries_of(graph), estimates=estimates
         )
         report = chosen.search_report
-        assert isinstance(report, MeshReport | PipelineReport), "it was chosen by price"
+        assert isinstance(report, SearchReport), "it was chosen by price"
         return PlanningResult(chosen.plan, replace(report, settings=compared))
 
     @cached_property

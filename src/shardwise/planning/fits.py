@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from math import inf
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.flops import flops_of
-from shardwise.costs.kernels import DTYPE_NAMES
+from shardwise.costs.flops import training_flops
+from shardwise.costs.kernels import peak_flops
 from shardwise.costs.ledger import Peak
 from shardwise.costs.memory import memory_of
 from shardwise.costs.prediction import Interval
@@ -22,11 +22,20 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
 from shardwise.planning.execute import Planning
-from shardwise.planning.suggestions import NUM_SHOWN, Option, plan_variants, suggest_changes, suggest_fixes, try_request
-from shardwise.plans.bind import program_of
-from shardwise.plans.micro_batch_search import Example, planned_graph
+from shardwise.planning.plan_cache import NoKey, PlanCache, key_of
+from shardwise.planning.suggestions import (
+    NUM_SHOWN,
+    Option,
+    Variant,
+    plan_variants,
+    suggest_changes,
+    suggest_fixes,
+    try_request,
+)
+from shardwise.plans.micro_batch_search import planned_program
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import format_step_interval, prices_of
+from shardwise.plans.printing import advice
 from shardwise.plans.quantities import (
     format_bytes,
     format_bytes_interval,
@@ -36,8 +45,9 @@ from shardwise.plans.quantities import (
 )
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
+from shardwise.plans.training_time import TrainingTime, ranks_per_machine, training_time
 from shardwise.progress import until_deadline
-from shardwise.report.search_reports import MeshReport, PipelineReport
+from shardwise.report.search_reports import SearchReport
 from shardwise.report.stage_passes import fullest_place, stage_peak, step_interval
 from shardwise.untrusted_text import is_number
 
@@ -57,6 +67,12 @@ class StepSummary:
     flops: float
     peak_flops: float
 
+    @staticmethod
+    def of_data(data: Mapping[str, Any]) -> StepSummary:
+        """Return the summary that ``asdict`` wrote. Raises KeyError or TypeError for other data."""
+        stages = tuple(Peak(**peak) for peak in data["stages"])
+        return StepSummary(Interval(**data["seconds"]), Peak(**data["peak"]), stages, data["flops"], data["peak_flops"])
+
 
 @dataclass(frozen=True)
 class Fits:
@@ -70,6 +86,7 @@ class Fits:
         untried: Names of the changes for which there was no time.
         price_per_hour: The price of a device, in any currency.
         limit: Bytes that the tensors of a device may take; None if no limit is known.
+        training: How much of a period trains; None unless it was asked for.
     """
 
     asked: Option
@@ -79,6 +96,7 @@ class Fits:
     untried: tuple[str, ...]
     price_per_hour: float | None = None
     limit: float | None = None
+    training: TrainingTime | None = None
 
     @property
     def ok(self) -> bool:
@@ -89,6 +107,7 @@ class Fits:
 
     @property
     def step_seconds(self) -> float:
+        """Return the predicted seconds of a step as it runs by default: compiled on CUDA. 0: nothing fits."""
         return self.asked.step_seconds
 
     @property
@@ -129,10 +148,13 @@ class Fits:
                 f"{self.utilisation:.1%} of the devices' peak",
                 f"  peak {format_bytes_interval(peak.num_bytes, asked.cluster)}{limit} a device, in {peak.where}: "
                 f"{format_parts(peak)}",
+                *(f"  {line}" for line in advice(asked.plan)),
                 *_stages(asked.plan, self.step.stages),
             ]
             if self.price is not None:
                 lines.append(f"  1e9 {unit} cost {self.price:,.2f} at {self.price_per_hour:g} a device and hour")
+        if self.training is not None:
+            lines += [f"  {line}" for line in str(self.training).split("\n")]
         lines.append("  what would make it fit:" if not self.ok else "  what would change it:")
         lines += [f"    {line}" for line in map(self._option, self.options)] or ["    nothing that was tried"]
         lines += [f"  not tried (out of time): {'; '.join(self.untried)}"] if self.untried else []
@@ -144,6 +166,8 @@ class Fits:
         figures = (
             f"step {format_step_interval(option.plan)}, peak {format_bytes_interval(option.peak_bytes, option.cluster)}"
         )
+        if option.request.candidates:
+            figures += f", {_split(option.plan)}"
         if not self.ok:
             return f"{option.what}: {figures}"
         share = option.price / self.asked.price - 1
@@ -198,6 +222,7 @@ class Fits:
                 for option in self.options
             ],
             "untried": list(self.untried),
+            "training": None if self.training is None else self.training.as_data(),
         }
 
 
@@ -233,10 +258,11 @@ def fits(
     example_inputs: Any,
     cluster: Cluster | str | int,
     *,
-    kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
     seconds: float | None = None,
     price_per_hour: float | None = None,
+    days: float | None = None,
+    cache: bool = True,
     **settings: Any,
 ) -> Fits:
     """Check whether ``module`` trains on ``cluster``, predict its speed and memory, and suggest changes.
@@ -252,13 +278,14 @@ def fits(
         module: The model.
         example_inputs: As for ``sw.plan``.
         cluster: A cluster, its name (``"h100-2x8"``), or a number of devices of this machine.
-        kwargs: Named inputs, in addition to positional ones.
         loss: As for ``sw.plan``.
         seconds: Time for everything: the plan is the best that was found by then, and suggestions without time are
             listed in ``untried``. 0: no suggestions, and a plan without a deadline. Default: also without one, and no
             suggestion is begun after 30 seconds.
         price_per_hour: The price of a device, for the price of 1e9 tokens. Default: that of the cluster file.
-        **settings: Other settings of ``sw.plan`` (``global_batch``, ``precision``, ``optimizer``, ...).
+        days: Also predict how much of so many days trains, from the failure statistics of the cluster.
+        cache: As for ``sw.plan``; the suggestions of the same question are remembered, too.
+        **settings: Other arguments of ``sw.plan`` (``kwargs``, ``global_batch``, ``precision``, ``optimizer``, ...).
 
     Returns:
         The answer with its suggestions; print it, or use it as a bool.
@@ -271,10 +298,11 @@ def fits(
     if price_per_hour is not None and not (is_number(price_per_hour) and 0 <= price_per_hour < inf):
         fix = "what a device costs in an hour, from 0; or leave it out"
         raise ShardwiseError(f"the price of a device and hour is {price_per_hour!r}", fix=fix)
-    request = PlanRequest.of(module, example_inputs, cluster, kwargs=kwargs, loss=loss, **settings)
+    request = PlanRequest.of(module, example_inputs, cluster, loss=loss, **settings)
     captures: list[Planning] = []
     start = time.monotonic()
-    asked = try_request(request, captures=captures, seconds=seconds or inf)
+    store = PlanCache.of_user() if cache else None
+    asked = try_request(request, captures=captures, seconds=seconds or inf, cache=store)
     rest = SECONDS if seconds is None else max(0.0, seconds - (time.monotonic() - start) * (seconds > 0))
     if asked.plan is not None and asked.plan.predicted is None and asked.plan.pipeline is None:
         raise ShardwiseError(
@@ -283,58 +311,91 @@ def fits(
             fix='leave them out, or add search="dynamic_programming"',
         )
     step = None
-    found = asked.found
+    found, remembered = asked.found, _Remembered.of(store, captures[0], asked, seconds)
     most = 2 * NUM_SHOWN if found is None else inf
     if found is None:
         variants = suggest_fixes(request)
     else:
-        step = _step(request, found)
+        step = remembered.step or _step(request, found)
         variants = suggest_changes(request, found.plan)
 
     def enough(options: Sequence[Option]) -> bool:
         return sum(option.is_priced for option in options) >= most
 
-    with until_deadline(rest if seconds else inf):
-        options, untried = plan_variants(variants, rest, enough, captures)
+    with until_deadline(rest if seconds else inf) as deadline:
+        options, untried = plan_variants(remembered.chosen(variants), rest, enough, captures, cache=store)
+    untried += remembered.untried
     priced = [option for option in options if option.is_priced and (found is None or option.price < asked.price)]
     best = sorted(priced, key=lambda option: option.price)
+    if not deadline.why and (not untried or seconds == 0):  # another time there may be time for them
+        remembered.keep(step, best[:NUM_SHOWN], untried)
     tokens = _tokens(asked)
     limit = None if request.limit == inf else request.limit
     price = request.cluster.price_per_hour or None if price_per_hour is None else price_per_hour
-    return Fits(asked, step, tokens, tuple(best[:NUM_SHOWN]), tuple(untried), price, limit)
+    training = None
+    if days is not None and found is not None:
+        survival = found.plan.survives(ranks_per_machine(request.cluster))
+        training = training_time(survival, request.cluster, asked.step_seconds, days)
+    return Fits(asked, step, tokens, tuple(best[:NUM_SHOWN]), tuple(untried), price, limit, training)
+
+
+@dataclass(frozen=True)
+class _Remembered:
+    """An earlier answer to the same question: the step, the suggestions that it showed (None: there is no answer), and
+    those that it left out because no time was given. ``key``: "" if nothing can be remembered."""
+
+    cache: PlanCache | None
+    key: str = ""
+    step: StepSummary | None = None
+    shown: tuple[str, ...] | None = None
+    untried: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(cache: PlanCache | None, planning: Planning, asked: Option, seconds: float | None) -> _Remembered:
+        if cache is None:
+            return _Remembered(None)
+        try:
+            answer = asked.refused if asked.plan is None else asked.plan.digest
+            key = key_of(planning.key(), answer, "suggestions", seconds)
+        except NoKey:
+            return _Remembered(cache)
+        data = cache.read(key) or {}
+        try:
+            step = data["step"] and StepSummary.of_data(data["step"])
+            return _Remembered(cache, key, step, tuple(map(str, data["shown"])), tuple(map(str, data["untried"])))
+        except (KeyError, TypeError):
+            return _Remembered(cache, key)
+
+    def chosen(self, variants: Iterable[Variant]) -> Iterator[Variant]:
+        """Yield the variants that were shown; all if that is not known."""
+        return (variant for variant in variants if self.shown is None or variant[0] in self.shown)
+
+    def keep(self, step: StepSummary | None, shown: Sequence[Option], untried: Sequence[str]) -> None:
+        if self.cache is not None and self.key and self.shown is None:
+            names = [option.what for option in shown]
+            self.cache.write(self.key, {"step": step and asdict(step), "shown": names, "untried": untried})
 
 
 def _step(request: PlanRequest, found: PlanningResult) -> StepSummary:
-    plan, report, cluster = found.plan, found.search_report, request.cluster
-    if isinstance(report, PipelineReport):
+    plan, cluster = found.plan, request.cluster
+    report = found.report if plan.is_pipeline and found.search_again is not None else found.search_report
+    if isinstance(report, SearchReport) and plan.is_pipeline:
         passes = report.passes()
         peaks = tuple(stage_peak(plan, number, stage_pass.step) for number, stage_pass in enumerate(passes))
         seconds, peak = step_interval(plan, passes, cluster), fullest_place(plan, passes)
-        return StepSummary(seconds, peak, peaks, *_arithmetic(report.found.graph, plan, cluster))
+        return StepSummary(seconds, peak, peaks, *_arithmetic(report.graph, plan, cluster))
     assert plan.predicted is not None, "plans without stages are priced"
-    if isinstance(report, MeshReport):
-        graph, peak = report.finished_search.cost.domains.graph, report.peak
+    if isinstance(report, SearchReport) and report.peak is not None:
+        graph, peak = report.graph, report.peak
     else:
-        call = Example.of(plan, request.module, (request.args, dict(request.kwargs)), request.loss)
-        spmd = program_of(plan, planned_graph(call, plan), training=request.module.training)
+        spmd = planned_program(plan, request.module, (request.args, dict(request.kwargs)), request.loss)
         graph, peak = spmd.graph, memory_of(spmd, prices_of(plan)).peak
     return StepSummary(plan.predicted.step_interval(cluster), peak, (), *_arithmetic(graph, plan, cluster))
 
 
 def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, float]:
-    flops = peak = 0.0
-    for op in graph.ops:
-        operands, results = (tuple(tuple(graph.by_name[n].shape) for n in names) for names in (op.operands, op.results))
-        needed = sum(
-            graph.by_name[name].requires_grad and len(shape) > 1
-            for name, shape in zip(op.operands, operands, strict=True)
-        )
-        op_flops = flops_of(op, operands, results)
-        flops += op_flops * (1 + needed) * plan.micro_batches
-        if op_flops:
-            dtype = DTYPE_NAMES.get(graph.by_name[op.operands[0]].dtype, "f32")
-            peak = max(peak, cluster.device.peak_flops(dtype) * cluster.num_devices)
-    return flops, peak
+    flops, dtypes = training_flops(graph)
+    return flops * plan.micro_batches, peak_flops(cluster, dtypes)
 
 
 def _tokens(asked: Option) -> int | None:

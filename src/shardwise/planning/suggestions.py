@@ -8,20 +8,21 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 import torch
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.optimizers import ON_HOST, is_on_host, states_of
+from shardwise.costs.optimizers import ON_HOST, may_wait_on_host
 from shardwise.errors import NothingFits, PlanError, ShardwiseError
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
 from shardwise.planning.execute import Planning, execute
+from shardwise.planning.plan_cache import PlanCache
 from shardwise.plans.plan import Plan
-from shardwise.plans.price_scope import figures
+from shardwise.plans.price_scope import default_seconds, figures
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
@@ -70,8 +71,8 @@ class Option:
 
     @property
     def step_seconds(self) -> float:
-        """The seconds of a step; 0 if the plan was not priced."""
-        return self._figures[0]
+        """The seconds of a step as it runs by default; 0 if the plan was not priced."""
+        return 0.0 if self.plan is None else default_seconds(self.plan)
 
     @property
     def peak_bytes(self) -> float:
@@ -84,19 +85,23 @@ class Option:
 
     @property
     def price(self) -> float:
-        """The device-seconds of a sample."""
-        return self.step_seconds * self.cluster.num_devices / (self.samples or 1)
+        """The device-seconds of a sample by an eager step: those of stages are predicted eager only."""
+        return self._figures[0] * self.cluster.num_devices / (self.samples or 1)
 
 
 def try_request(
-    request: PlanRequest, what: str = "", captures: list[Planning] | None = None, seconds: float = inf
+    request: PlanRequest,
+    what: str = "",
+    captures: list[Planning] | None = None,
+    seconds: float = inf,
+    cache: PlanCache | None = None,
 ) -> Option:
     """Plan a request, and return why if nothing fits. Raises errors that are not about memory. ``what``: it is a
-    variant; ``captures``, ``seconds``: as for ``execute``."""
+    variant; ``captures``, ``seconds``, ``cache``: as for ``execute``."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if what else "default")
-            found = execute(request, exact_refusal=not what, captures=captures, seconds=seconds)
+            found = execute(request, exact_refusal=not what, captures=captures, seconds=seconds, cache=cache)
     except PlanError as error:
         if not (what or isinstance(error, NothingFits)):
             raise
@@ -112,28 +117,32 @@ def try_request(
 Variant = tuple[str, PlanRequest]
 
 
-def execute_or_suggest(request: PlanRequest, seconds: float = inf) -> PlanningResult:
-    """Plan a request; a refusal of what does not fit names variants that do, or why they were not planned. ``seconds``:
-    as for ``execute``."""
+def execute_or_suggest(request: PlanRequest, seconds: float = inf, cache: PlanCache | None = None) -> PlanningResult:
+    """Plan a request; a refusal of what does not fit names variants that do, or why they were not planned. ``seconds``,
+    ``cache``: as for ``execute``."""
     start, began, captures = time.process_time(), time.monotonic(), list[Planning]()
     try:
-        return execute(request, captures=captures, seconds=seconds)
+        return execute(request, captures=captures, seconds=seconds, cache=cache)
     except NothingFits as refusal:
-        took, refused = time.process_time() - start, refusal
+        took, refused = refusal.search_seconds or time.process_time() - start, refusal
     if took > min(MAX_REFUSED_SECONDS, seconds):
         why = f"not planned, as this plan took {took:.0f} s of CPU time: sw.fits plans them"
         raise refused.naming([], why) from None
     rest = seconds - (time.monotonic() - began)
-    raise refused.naming(*_suggestions(request, captures, min(MAX_SUGGESTION_SECONDS, rest))) from None
+    raise refused.naming(*_suggestions(request, captures, min(MAX_SUGGESTION_SECONDS, rest), cache)) from None
 
 
-def _suggestions(request: PlanRequest, captures: list[Planning], seconds: float) -> tuple[list[str], str]:
+def _suggestions(
+    request: PlanRequest, captures: list[Planning], seconds: float, cache: PlanCache | None
+) -> tuple[list[str], str]:
     """Return a line for each variant that fits, the cheapest first, and the text to print if there is none."""
 
     def enough(planned: Sequence[Option]) -> bool:
         return sum(option.fits for option in planned) >= NUM_SHOWN
 
-    options, untried = plan_variants(suggest_fixes(request), seconds, enough, captures, clock=time.process_time)
+    options, untried = plan_variants(
+        suggest_fixes(request), seconds, enough, captures, clock=time.process_time, cache=cache
+    )
     best = sorted((option for option in options if option.fits), key=lambda option: option.price)
     left = f"; not planned (out of time): {'; '.join(untried)}" if untried else ""
     return [suggestion_line(option) for option in best], f"none of the {len(options)} that were planned fits{left}"
@@ -192,9 +201,8 @@ def suggest_changes(request: PlanRequest, plan: Plan) -> Iterator[Variant]:
         meshes = candidate_meshes(stage_cluster, request.search.max_mesh_axes)
         others = [mesh for mesh in meshes if any([*_sizes(mesh)] != [*_sizes(stage.mesh)] for stage in plan.stages)]
         for mesh in others[:_MOST_MESHES]:
-            axes = ", ".join(f"{name}={size}" for name, size in mesh.axes)
             of = "another mesh for every stage" if plan.is_pipeline else "another mesh"
-            yield _variant(request, f"{of}: Mesh({axes})", mesh=mesh)
+            yield f"{of} ({mesh.format_sizes()} devices)", replace(request, candidates=(mesh,))
     yield from _stages(request)
 
 
@@ -232,6 +240,7 @@ def plan_variants(
     enough: Callable[[Sequence[Option]], bool],
     captures: list[Planning] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    cache: PlanCache | None = None,
 ) -> tuple[list[Option], list[str]]:
     """Plan variants in order until ``seconds`` or an outer deadline have passed, or ``enough`` returns true. Return the
     options, and the names of those not tried. Variants with an error (a batch that does not divide, for example) are
@@ -242,7 +251,7 @@ def plan_variants(
             left.append(what)
             continue
         try:
-            options.append(try_request(request, what, captures))
+            options.append(try_request(request, what, captures, cache=cache))
         except STOPPED:
             stop_with(True)
             left.append(what)
@@ -267,7 +276,7 @@ def _precision(request: PlanRequest) -> Iterator[Variant]:
 
 def _states_on_host(request: PlanRequest) -> Iterator[Variant]:
     optimizer = request.training.optimizer
-    if request.cluster.device.host_bandwidth and states_of(optimizer) and not is_on_host(optimizer):
+    if request.cluster.device.host_bandwidth and may_wait_on_host(optimizer):
         named = f"{optimizer}{ON_HOST}"
         yield _variant(request, f'the optimizer\'s states on the host (optimizer="{named}")', optimizer=named)
 

@@ -32,8 +32,8 @@ from shardwise.graph.stage_marks import marks_of
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.micro_batch_search import MicroBatchOptions
 from shardwise.plans.plan import Plan
-from shardwise.plans.price_scope import figures, format_step_interval
-from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds
+from shardwise.plans.price_scope import figures
+from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds, format_seconds_interval
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import Schedule, schedule_of
 from shardwise.progress import STOPPED, report_best, report_progress, stop_with
@@ -146,7 +146,7 @@ class AutoStagesReport:
         planned = sorted((t for t in self.considered if t.step_seconds), key=lambda t: t.step_seconds)
         others = [t for t in self.considered if not t.step_seconds]
         best = planned[0]
-        lines = [f"{best.setting}, of {len(self.considered)} settings: {len(planned)} were planned"]
+        lines = [f"{best.setting}, of {len(self.considered)} settings: {len(planned)} were planned (eager steps)"]
         if len(planned) > 1:
             slower = planned[1].step_seconds / best.step_seconds - 1
             lines[0] += f"; the next best is {100 * slower:.1f}% slower"
@@ -401,7 +401,7 @@ def joint_search(
         predicted = figures(plan_of(plan))
         assert predicted is not None, "a plan of a search has a prediction"
         seconds, num_bytes = predicted
-        told = f"step {format_step_interval(plan_of(plan))}, memory {format_bytes_interval(num_bytes, cluster)}"
+        told = f"step {format_seconds_interval(seconds, cluster)}, memory {format_bytes_interval(num_bytes, cluster)}"
         seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, text=told))
         if best is None or seconds < best[0]:
             best = seconds, setting, plan

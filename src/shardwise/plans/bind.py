@@ -99,7 +99,7 @@ def program_of_choice(
     placed, lowered = place_ops(graph, factored.rules, choice.strategies, stage.mesh)
     route = ListedPaths.of(stage, lowered, sizes_match=is_planned)
     spmd = insert_conversions(placed, lowered, replace(choice, route=route), stage.mesh)
-    if is_planned and stage.has_paths:
+    if is_planned and stage.conversions is not None:
         try:
             spmd = with_buckets(spmd, _listed_buckets(stage, spmd))
         except LayoutError as error:
@@ -452,10 +452,9 @@ class ListedPaths:
     def of(stage: Stage, graph: Graph, *, sizes_match: bool) -> ListedPaths:
         moves: dict[Hashable, tuple[Move, ...]] = {}
         for entry in stage.conversions or ():
-            if entry.path:
-                ends = (parse_layout(text, stage.mesh) for text in (entry.source, entry.target))
-                listed = tuple(parse_move(text, stage.mesh) for text in entry.path)
-                moves.setdefault(_key(entry.value, *ends, sizes_match=sizes_match), listed)
+            ends = (parse_layout(text, stage.mesh) for text in (entry.source, entry.target))
+            listed = tuple(parse_move(text, stage.mesh) for text in entry.path)
+            moves.setdefault(_key(entry.value, *ends, sizes_match=sizes_match), listed)
         return ListedPaths(graph, moves, sizes_match)
 
     def __call__(self, value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:

@@ -80,7 +80,7 @@ class ConversionEntry:
     ``value``: the parameter, buffer or input, or the operator that computes it. ``backward`` is in the order of
     execution. Conversions of the same ``bucket`` (other than 0) are adjacent and share their messages. ``overlaps``:
     its messages leave before operators that do not need them, and arrive after (those of parameters). ``path``: its
-    moves as texts (``layouts.text.format_move``); empty in plans of older files. ``again``: the converted value is not
+    moves as texts (``layouts.text.format_move``). ``again``: the converted value is not
     kept, and backward converts again (a parameter is gathered again).
     """
 
@@ -117,9 +117,8 @@ class SharedEntry:
 @dataclass(frozen=True, slots=True)
 class PricingEntry:
     """The prices of a plan: the cluster as TOML, and the mesh axes whose parts are treated differently. The program
-    does not depend on it. ``compute``, ``parameter``, ``reduce``: of files before version 6, which were priced for
-    other dtypes than they are executed in; else empty. ``limit``: the bytes that the tensors of a device may take, as
-    text, if not what the cluster's devices have (``NO_LIMIT``: no limit)."""
+    does not depend on it. ``compute``, ``parameter``, ``reduce``: empty: the precision is the plan's. ``limit``: the
+    bytes that the tensors of a device may take, as text, if not what the devices have (``NO_LIMIT``: none)."""
 
     cluster: str
     compute: str
@@ -155,11 +154,6 @@ class Stage:
     @property
     def mesh(self) -> Mesh:
         return self.placement.mesh
-
-    @property
-    def has_paths(self) -> bool:
-        """Return whether the conversions list their moves."""
-        return self.conversions is not None and all(entry.path for entry in self.conversions)
 
     @cached_property
     def strategies(self) -> dict[str, str]:
@@ -245,7 +239,7 @@ def _path_fault(entry: ConversionEntry, mesh: Mesh) -> str:
         stations.append(parse_layout(entry.target, mesh))
     except ShardwiseError as error:
         return f"from {shorten_repr(entry.source)} to {shorten_repr(entry.target)}: {error}"
-    for before, after in zip(stations[::2], stations[1::2], strict=True) if entry.path else ():
+    for before, after in zip(stations[::2], stations[1::2], strict=True):
         if before.canonical() != after.canonical():
             return f"the path from {entry.source} to {entry.target} breaks between {before} and {after}"
     return ""

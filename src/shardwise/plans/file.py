@@ -1,13 +1,4 @@
-"""Plan files: JSON with a version and a digest, read entry by entry.
-
-Version 8 adds which parameters a step of several micro-batches converts once. Version 7 adds offloading and pipelines:
-a stage may list what it receives and sends, and a plan its schedule and its prediction. Version 6 adds recomputation,
-the number of micro-batches of a step (before: none, and one), and the precision of the step. A plan without a precision
-is executed in the dtypes of the model, as all of version 5 are, whatever they were priced for. Version 5 has stages,
-and in every conversion its path. Version 4 had one stage, whose entries stood beside the settings, and no paths. Its
-conversions take the paths that send the fewest bytes, so a file of version 4 is read unless the plan was chosen by
-price. Such a plan must be planned again.
-"""
+"""Plan files: JSON with a version and a digest, read entry by entry."""
 
 from __future__ import annotations
 
@@ -22,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.costs.pipeline_simulation import PipelinePrediction, StagePrediction
-from shardwise.costs.prediction import PassedOver, Prediction
+from shardwise.costs.prediction import FasterPlan, PassedOver, Prediction
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph.autocast import DEVICES, Autocast
 from shardwise.graph.step_precision import DTYPES, MODELS_OWN, Precision
@@ -46,11 +37,6 @@ from shardwise.untrusted_text import MAX_DEVICES, MAX_NOTATION, is_line, read_js
 
 FORMAT = "shardwise-plan"
 VERSION = 8
-BEFORE_ONCE = 7
-BEFORE_OFFLOADING = 6
-BEFORE_LIFETIMES = 5
-BEFORE_STAGES = 4
-_READABLE = (BEFORE_STAGES, BEFORE_LIFETIMES, BEFORE_OFFLOADING, BEFORE_ONCE, VERSION)
 _STAGE_KEYS = ("mesh", "inputs", "parameters", "buffers", "operators", "conversions", "shared")
 _MOST_NAME = 2**10
 _MOST_DIMS = 64
@@ -137,8 +123,8 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
-    """Return the content of a plan file without its head, in the form of this version. Raises PlanError unless it is a
-    plan that is unchanged since it was saved (``edited``: or changed on purpose)."""
+    """Return the content of a plan file without its head. Raises PlanError unless it is a plan that is unchanged since
+    it was saved (``edited``: or changed on purpose)."""
     try:
         data = read_json(text)
     except ShardwiseError as error:
@@ -147,10 +133,9 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
         ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(f'{name} is not a shardwise plan: it has no "format": "{FORMAT}"')
-    if type(data.get("version")) is not int or data["version"] not in _READABLE:
+    if type(data.get("version")) is not int or data["version"] != VERSION:
         raise PlanError(
-            f"{name} has plan version {shorten_repr(data.get('version'))}; this shardwise reads versions "
-            f"{BEFORE_STAGES} to {VERSION}",
+            f"{name} has plan version {shorten_repr(data.get('version'))}; this shardwise reads version {VERSION}",
             fix="make the plan again with sw.plan",
         )
     body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
@@ -161,52 +146,7 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
             f"{listed_digest if is_line(listed_digest) else shorten_repr(listed_digest)}",
             fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
         )
-    if data["version"] == BEFORE_STAGES:
-        body = _with_stages(body, name, edited)
-    if data["version"] < BEFORE_OFFLOADING:
-        body = _with_entries(body, ("operators", "parameters", "conversions"), "again")
-    if data["version"] < BEFORE_ONCE:
-        body = _with_entries(body, ("operators",), "offloaded")
-    return _with_entries(body, ("parameters",), "once")
-
-
-def _with_entries(body: dict[str, Any], tables: Sequence[str], key: str) -> dict[str, Any]:
-    """Return a file's content with ``key`` set to false where entries of some tables of its stages lack it."""
-
-    def entry(data: Any) -> Any:
-        return {**data, key: data.get(key, False)} if isinstance(data, dict) else data
-
-    def table(data: Any) -> Any:
-        if isinstance(data, dict):
-            return {name: entry(item) for name, item in data.items()}
-        return list(map(entry, data)) if isinstance(data, list) else data
-
-    def stage(data: Any) -> Any:
-        return {k: table(v) if k in tables else v for k, v in data.items()} if isinstance(data, dict) else data
-
-    stages = body.get("stages")
-    return {**body, "stages": list(map(stage, stages))} if isinstance(stages, list) else body
-
-
-def _with_stages(body: dict[str, Any], name: str, edited: bool) -> dict[str, Any]:
-    """Return the content of a file of version 4 in the form of this version."""
-    if body.get("pricing") is not None and not edited:
-        raise PlanError(
-            f"{name} has plan version {BEFORE_STAGES}: it does not list the paths of its conversions, which were "
-            "chosen by price",
-            fix="make the plan again with sw.plan, or derive its conversions again, by the bytes they send, with "
-            "Plan.load(path, edited=True)",
-        )
-    stage = {key: body[key] for key in _STAGE_KEYS if key in body}
-    if isinstance(stage.get("conversions"), list):
-        stage["conversions"] = [
-            {**entry, "overlaps": False, "path": []} if isinstance(entry, dict) else entry
-            for entry in stage["conversions"]
-        ]
-    rest = {key: value for key, value in body.items() if key not in _STAGE_KEYS}
-    if edited:
-        rest["prediction"] = None  # it was that of the conversions chosen by price
-    return {**rest, "stages": [{"ranks": None, **stage}]}
+    return body
 
 
 def settings_of(body: dict[str, Any]) -> dict[str, Any]:
@@ -279,15 +219,13 @@ def _stage(data: Any, where: str) -> Stage:
     def table(kind: Any, key: str) -> tuple[Any, ...]:
         entries = _field({"receives": {}, "sends": {}, **data}, key, dict, f"{where}.{key}")
         check_names(entries, f"{where}.{key}")
+        if kind is ParameterEntry:  # most plans have ``once`` nowhere
+            entries = {n: {"once": False, **e} if isinstance(e, dict) else e for n, e in entries.items()}
         return tuple(_entry(kind, entry, f"{where}.{key}[{name!r}]", name=name) for name, entry in entries.items())
 
     mesh = Mesh(_field(data, "mesh", dict, f"{where}.mesh"))
-    if "ranks" in data and data["ranks"] is None:
-        placement = Placement.whole(mesh)
-    else:
-        placement = _placement(mesh, _field(data, "ranks", str, f"{where}.ranks"), where)
     return Stage(
-        placement=placement,
+        placement=_placement(mesh, _field(data, "ranks", str, f"{where}.ranks"), where),
         inputs=table(TensorEntry, "inputs"),
         parameters=table(ParameterEntry, "parameters"),
         buffers=table(TensorEntry, "buffers"),
@@ -321,8 +259,8 @@ def _conversions(data: dict[str, Any], where: str) -> tuple[ConversionEntry, ...
     listed = _field(data, "conversions", list, where)
     entries = tuple(_conversion(entry, f"{where}[{i}]") for i, entry in enumerate(listed))
     without = [i for i, entry in enumerate(entries) if not entry.path]
-    if without and len(without) < len(entries):
-        raise PlanError(f"{where}[{without[0]}].path is [], while other conversions have a path")
+    if without:
+        raise PlanError(f"{where}[{without[0]}].path is [], and a conversion has moves")
     return entries
 
 
@@ -344,8 +282,11 @@ def _prediction(data: Any) -> Any:
     if not isinstance(data, dict):
         return _optional(Prediction, data, "prediction")
     other = _optional(PassedOver, data.get("passed_over"), "prediction.passed_over")
-    rest = {key: value for key, value in data.items() if key != "passed_over"}
-    return _entry(Prediction, rest, "prediction", passed_over=other)
+    faster = _optional(FasterPlan, data.get("faster"), "prediction.faster")
+    rest = {key: value for key, value in data.items() if key not in ("passed_over", "faster")}
+    later = ("host_wait", "message_wait", "copy_wait", "compiled_seconds")  # added in this version
+    rest = {**dict.fromkeys(later, 0.0), **rest}
+    return _entry(Prediction, rest, "prediction", passed_over=other, faster=faster)
 
 
 def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
@@ -372,15 +313,15 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
     data = body.get("pipeline")
     if data is None:
         return plan_fields
-    listed = _field(data, "stages", list, "pipeline.stages") if isinstance(data, dict) else []
+    _check_form(data, dict, "pipeline")
+    listed = _field(data, "stages", list, "pipeline.stages")
     defaults = {"weight": 0.0, "send": 0.0, "update": 0.0}  # added later in this version; so were bound and memory
-    stages_seen = [{**defaults, **entry} if isinstance(entry, dict) else entry for entry in listed]
-    predictions = tuple(_entry(StagePrediction, entry, f"pipeline.stages[{i}]") for i, entry in enumerate(stages_seen))
-    if isinstance(data, dict) and len(predictions) != len(stages):
+    whole = [{**defaults, **entry} if isinstance(entry, dict) else entry for entry in listed]
+    predictions = tuple(_entry(StagePrediction, entry, f"pipeline.stages[{i}]") for i, entry in enumerate(whole))
+    if len(predictions) != len(stages):
         raise PlanError(f"pipeline.stages has {len(predictions)} entries, and the plan {len(stages)} stages")
-    rest = {"bound_seconds": 0.0, "memory_bytes": 0.0, **data} if isinstance(data, dict) else data
-    if isinstance(rest, dict):
-        rest.pop("stages")
+    rest = {key: value for key, value in data.items() if key != "stages"}
+    rest = {"bound_seconds": 0.0, "memory_bytes": 0.0, "compiled_seconds": 0.0, **rest}
     return {**plan_fields, "pipeline": _entry(PipelinePrediction, rest, "pipeline", stages=predictions)}
 
 

@@ -122,9 +122,6 @@ def check_program(stage: Stage, spmd: SpmdProgram, *, widened: bool) -> None:
     """Raise PlanError if the program of a stage is not the one that the stage lists. ``widened``: the program computes
     in float64, whatever the stage says, so dtypes and bytes are not compared."""
     listed, emitted = stage.conversions or (), conversion_entries(spmd, Renaming(spmd.mesh, spmd.mesh))
-    if not stage.has_paths:  # of an older file, which lists neither paths nor what overlaps
-        emitted = tuple(replace(entry, overlaps=False, path=()) for entry in emitted)
-        listed = tuple(replace(entry, overlaps=False, path=()) for entry in listed)
     if widened:
         listed, emitted = (tuple(map(_without_dtypes, entries)) for entries in (listed, emitted))
     if listed == emitted:
@@ -163,8 +160,7 @@ def _differences(
 def _described(entry: ConversionEntry) -> str:
     bucket = f" in bucket {entry.bucket}" if entry.bucket else ""
     overlaps = ", overlaps" if entry.overlaps else ""
-    path = f", by {'; '.join(entry.path)}" if entry.path else ""
-    text = f"{entry}{bucket}{overlaps}{path}, for {entry.op or 'the user'}"
+    text = f"{entry}{bucket}{overlaps}, by {'; '.join(entry.path)}, for {entry.op or 'the user'}"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
 
 

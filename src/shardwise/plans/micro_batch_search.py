@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -9,15 +10,17 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from shardwise.errors import PlanError, PlanWarning, ShardwiseError, warn_user
+from shardwise.errors import CaptureError, NothingFits, PlanError, PlanWarning, ShardwiseError, warn_user
 from shardwise.graph.batch import batch_size, with_samples
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Graph
 from shardwise.graph.step_precision import MODELS_OWN, Precision
+from shardwise.plans.bind import program_of
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import figures
 from shardwise.plans.term_suggestions import check_terms, suggesting_terms
 from shardwise.programs.micro_batches import Passes
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.time_axis import TimeSplit, split_in_time
 from shardwise.programs.vjp import VjpCache
 from shardwise.progress import STOPPED, report_best, stop_with
@@ -30,7 +33,7 @@ MOST_SAMPLES = 2**40  # of a step: all its divisors are looked for
 class MicroBatchOptions:
     """Candidates for the micro-batch. ``step``: the samples of an optimizer step; ``candidates``: sizes that may be
     chosen, largest first. ``is_asked``: whether the user gave a size. Otherwise sizes other than the step are tried
-    only if that does not fit, and the least of them comes second: if it does not fit, none does."""
+    only if that does not fit on the devices, and the least of them comes second: if it does not fit, none does."""
 
     step: int
     candidates: tuple[int, ...]
@@ -111,8 +114,8 @@ def _divisors(step: int, num_devices: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Example:
     """A module with example arguments (args, kwargs), as ``sw.plan`` takes them. ``per_micro_batch``: names of terms of
-    the loss; ``vjp_cache``: the calls that were traced for it. Captures are cached, too: they are valid while the
-    module stays as it is."""
+    the loss; ``heads``: as of ``capture``; ``vjp_cache``: the calls that were traced for it. Captures are cached, too:
+    they are valid while the module stays as it is."""
 
     module: torch.nn.Module
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -120,6 +123,7 @@ class Example:
     strategies: Mapping[str, Any] | None = None
     precision: Precision = MODELS_OWN
     per_micro_batch: tuple[str, ...] = ()
+    heads: frozenset[str] | int = 1
     vjp_cache: VjpCache = field(default_factory=VjpCache, compare=False, repr=False)
     _captures: dict[int | None, Capture] = field(default_factory=dict, compare=False, repr=False)
     _passes: dict[Hashable, Passes] = field(default_factory=dict, compare=False, repr=False)
@@ -128,7 +132,14 @@ class Example:
     @staticmethod
     def of(plan: Plan, module: torch.nn.Module, arguments: Any, loss: Callable[..., Any] | None) -> Example:
         """Return the call of a plan: with its precision and terms."""
-        return Example(module, arguments, loss, precision=plan.precision, per_micro_batch=plan.terms)
+        return Example(
+            module, arguments, loss, precision=plan.precision, per_micro_batch=plan.terms, heads=plan.fused_heads
+        )
+
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        """Return the batch sizes other than the example's that were captured."""
+        return tuple(size for size in self._captures if size is not None)
 
     def capture(self, samples: int | None = None) -> Capture:
         """Return the captured call. ``samples``: a batch size other than the example's."""
@@ -136,8 +147,8 @@ class Example:
             args, kwargs = self.arguments if samples is None else with_samples(self.arguments, samples)
             self._captures[samples] = capture(
                 self.module, args, kwargs, loss=self.loss, strategies=self.strategies, precision=self.precision,
-                per_micro_batch=self.per_micro_batch,
-            )  # fmt: skip
+                heads=self.heads,
+            ).with_terms(self.per_micro_batch)  # fmt: skip
         return self._captures[samples]
 
     def graph(self, samples: int | None = None) -> Graph:
@@ -169,6 +180,10 @@ class Example:
             )
         return self._passes[key]
 
+    def has_no_passes(self, whole: Graph, *, staged: bool) -> bool:
+        """Return whether ``passes`` was refused for every size."""
+        return isinstance(self._splits.get((batch_size(whole), staged)), PlanError)
+
 
 def planned_graph(call: Example, plan: Plan) -> Graph:
     """Return the graph that a plan is of: the call, or a micro-batch of it, whether the example is a micro-batch or the
@@ -177,6 +192,14 @@ def planned_graph(call: Example, plan: Plan) -> Graph:
         return call.graph()
     batch = plan.micro_batch * plan.micro_batches
     return Passes.of(call.graph(batch), plan.micro_batch, call.graph).graphs[plan.micro_batch]
+
+
+def planned_program(
+    plan: Plan, module: torch.nn.Module, arguments: Any, loss: Callable[..., Any] | None
+) -> SpmdProgram:
+    """Return the program of a plan of one stage for a call of its model, as ``Example`` takes it."""
+    graph = planned_graph(Example.of(plan, module, arguments, loss), plan)
+    return program_of(plan, graph, training=module.training)
 
 
 class _Planned(Protocol):
@@ -194,27 +217,33 @@ def best_micro_batch(
     plan_passes: Callable[[Passes], _AnyPlanned],
     *,
     staged: bool,
+    to_host: bool = True,
 ) -> tuple[_AnyPlanned, tuple[MicroBatchOutcome, ...], tuple[Plan, ...]]:
     """Return the plan of the micro-batch size with the shortest predicted step, the outcomes of all sizes that were
     tried (of a single one: none), and the other plans. Warns about statistics of micro-batches.
 
-    Sizes are tried from the largest on, until steps get longer.
+    Sizes are tried from the largest on, until steps get longer that need not move values to the host.
 
     Args:
         call: The call.
         whole: The graph of a step: of the call, or (``staged``) of its training step.
         batches: The sizes; None: one pass.
         plan_passes: Plans a step.
+        to_host: Whether values are moved to the host by request. Otherwise smaller sizes are compared with a plan that
+            moves them only to fit.
 
     Raises:
         PlanError: No size has a plan. It is the error of the first one.
+        CaptureError: The same.
     """
     best: tuple[float, _AnyPlanned, Passes] | None = None
-    failure: PlanError | None = None
+    failure: PlanError | CaptureError | None = None
     tried: list[MicroBatchOutcome] = []
     others: list[Plan] = []
     options = batches or MicroBatchOptions(1, (1,))
-    for number, size in enumerate(options.candidates):
+    left = deque(options.candidates)
+    while left:
+        size, is_least = left.popleft(), best is None and bool(tried) and not options.is_asked
         passes, count = None, options.step // size
         try:
             passes = Passes.single(whole) if count == 1 else call.passes(whole, size, staged=staged)
@@ -222,22 +251,31 @@ def best_micro_batch(
         except STOPPED:
             stop_with(best is not None)
             break
-        except PlanError as error:
+        except (CaptureError, PlanError) as error:
             failure = failure or error
             tried.append(MicroBatchOutcome(size, count, refused=str(error).partition("\n")[0]))
-            if passes is None or (number == 1 and not options.is_asked):
-                break  # it fails for all sizes
+            if passes is None and call.has_no_passes(whole, staged=staged):
+                break
+            if is_least and isinstance(error, NothingFits):
+                break  # no size fits
+            if is_least:
+                left.rotate(1)  # this size is refused for another reason: the next larger one is the least
             continue
         # Stages that are planned without prices have no prediction, and one size: nothing is compared.
         seconds, num_bytes = figures(found.plan) or (0.0, 0.0)
         tried.append(MicroBatchOutcome(size, count, seconds, num_bytes))
         report_best(seconds or inf, 0.0)
+        is_moved = not to_host and any(entry.offloaded for entry in found.plan.operators)
+        if is_moved and len(tried) == 1 and not options.is_asked:
+            left.rotate(-1)  # the step fits: the larger sizes first
         if best is not None and seconds >= best[0]:
             others.append(found.plan)
+            if is_moved:
+                continue
             break
         others += [] if best is None else [best[1].plan]
         best = seconds, found, passes
-        if not options.is_asked and number != 1:
+        if not (options.is_asked or is_least or is_moved):
             break
     if best is None:
         assert failure is not None, "something was tried"

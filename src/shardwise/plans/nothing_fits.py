@@ -13,7 +13,14 @@ from math import ceil, log2
 
 from shardwise.costs.cluster import Cluster, Device
 from shardwise.costs.flops import FLOPS
-from shardwise.costs.optimizers import ON_HOST, is_on_host, parse_optimizer, states_of, temporary_bytes
+from shardwise.costs.optimizers import (
+    ON_HOST,
+    is_on_host,
+    may_wait_on_host,
+    parse_optimizer,
+    state_bytes,
+    temporary_bytes,
+)
 from shardwise.errors import NothingFits
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
@@ -47,7 +54,6 @@ class ResidentBytes:
         rank update one after the other.
         """
         on_device = not (is_on_host(optimizer) and device.host_bandwidth)
-        states = states_of(optimizer) if on_device else 0
         of_parameter: dict[str, int] = {}
         parts = dict.fromkeys(("parameters", "gradients", "optimizer states", "temporaries"), 0)
         multiplied, updated = _multiplied(graph), list[int]()
@@ -59,9 +65,10 @@ class ResidentBytes:
             gradient = size * (is_updated and source.value in multiplied)
             parts["parameters"] += size
             parts["gradients"] += gradient
-            parts["optimizer states"] += states * size * is_updated
+            states = state_bytes(optimizer, size, value.shape) if on_device and is_updated else 0
+            parts["optimizer states"] += states
             updated += [size] * is_updated
-            of_parameter[source.value] = size + gradient + states * size * is_updated
+            of_parameter[source.value] = size + gradient + states
         variant = parse_optimizer(optimizer)[1] or ("foreach" if device.foreach else "single")
         if on_device and not staged and variant == "foreach":
             parts["temporaries"] = temporary_bytes(optimizer, updated, foreach=True)
@@ -102,9 +109,9 @@ def refuse_division(graph: Graph, optimizer: str, cluster: Cluster, limit: float
 
 def _divisions_that_fit(graph: Graph, optimizer: str, cluster: Cluster, limit: float, *, staged: bool) -> Iterator[str]:
     """Yield the changes after which the even share is within the limit: states on the host, more devices, both."""
-    count, can_wait = cluster.num_devices, cluster.device.host_bandwidth and states_of(optimizer)
+    count, can_wait = cluster.num_devices, cluster.device.host_bandwidth and may_wait_on_host(optimizer)
     ways = [(optimizer, "")]
-    if can_wait and not is_on_host(optimizer):
+    if can_wait:
         named = f"{optimizer}{ON_HOST}"
         ways.insert(0, (named, f'the optimizer\'s states on the host (optimizer="{named}")'))
     for name, change in ways:

@@ -40,7 +40,6 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
-from shardwise.plans.axis_names import AxisUsage, meshes_by_roles
 from shardwise.plans.bind_stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.listing import stage_of
@@ -56,22 +55,19 @@ from shardwise.plans.quantities import format_bytes
 from shardwise.plans.request import PlanRequest, TrainingConfig
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, order_of, schedule_of
 from shardwise.plans.stage_planner import (
-    KnownStages,
     PipelineConfig,
-    StagePlan,
     StagePlanner,
     StagesDoNotFit,
-    StageSearchResult,
     StageTiming,
-    Timings,
     annotated_in_parts,
+    compiled_stages,
     timed_stages,
 )
 from shardwise.programs.builder import Choice
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import SpmdProgram, build_spmd
-from shardwise.programs.vjp import VjpCache
 from shardwise.progress import STOPPED, stop_with
+from shardwise.search.axis_names import AxisUsage, meshes_by_roles
 from shardwise.search.constants import (
     MAX_BOUNDARY_TRIES,
     MAX_FASTER_CUTS,
@@ -80,6 +76,8 @@ from shardwise.search.constants import (
     PARTITION_TOLERANCE,
 )
 from shardwise.search.orders import OrderProblem, least_seconds, solve_order
+from shardwise.search.planner import StagePlan, StageSearchResult
+from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.stage_partition import StageCut, StagePartition
 from shardwise.search.stored_program import SearchConfig, as_grad_accum
 
@@ -124,7 +122,8 @@ def plan_pipeline(
     def plan_passes(passes: Passes) -> PipelineResult:
         num_passes = len(passes.sizes)
         config_of_size = replace(config, settings=replace(config.settings, passes=num_passes))
-        planner = PipelinePlanner(config_of_size, passes, replace(template, micro_batches=num_passes), call.vjp_cache)
+        of_size = replace(template, micro_batches=num_passes)
+        planner = PipelinePlanner(config_of_size, passes, of_size, PlanningCache(call.vjp_cache))
         try:
             return planner.plan()
         except NothingFits:
@@ -220,14 +219,12 @@ class PipelineResult:
 @dataclass(frozen=True, eq=False)
 class PipelinePlanner:
     """Planner of a step's micro-batches in stages. ``template``: a plan with all settings, whose stages are ignored;
-    ``known``, ``timings``: of the stages that were planned for any cut; ``refused``: the cuts that do not fit."""
+    ``cache``: of the stages that were planned for any cut; ``refused``: the cuts that do not fit."""
 
     config: PipelineConfig
     passes: Passes
     template: Plan
-    vjp_cache: VjpCache
-    known: KnownStages = field(default_factory=dict)
-    timings: Timings = field(default_factory=dict)
+    cache: PlanningCache
     refused: dict[tuple[int, ...], StagesDoNotFit] = field(default_factory=dict)
 
     @cached_property
@@ -332,7 +329,7 @@ class PipelinePlanner:
         check_last(cut, self.graph)
         _check_parameters(cut)
         meant = annotated_in_parts(self.graph, cut.parts, config.annotations)
-        stage_planner = StagePlanner(config, self.vjp_cache, meant, self.known)
+        stage_planner = StagePlanner(config, self.cache, meant)
         joined, timed = self._joined(cut, stage_planner)
         meshes = [stage.mesh for stage in joined]
         if config.chooses_mesh:
@@ -346,7 +343,8 @@ class PipelinePlanner:
             schedule = _solved(config, timed)
             order = schedule.actions
         if config.by_price:
-            pipeline = _predicted(config, timed, order)
+            compiled = compiled_stages(config, cut.parts, joined, self.cache, timed)
+            pipeline = _predicted(config, timed, order, compiled)
             pricing = PricingEntry.of(config.cluster, config.settings.memory_bytes)
         lines = format_order(schedule.actions)
         plan = replace(
@@ -368,7 +366,7 @@ class PipelinePlanner:
         for left in reversed(range(MAX_BOUNDARY_TRIES + 1)):
             joined = _together(cut, chosen, config.settings)
             needs_times = config.by_price or config.schedule.is_solved
-            timed = timed_stages(config, cut, joined, self.vjp_cache, self.timings) if needs_times else []
+            timed = timed_stages(config, cut, joined, self.cache) if needs_times else []
             over = _excess(config, timed, self.order) if config.by_price else {}
             if not over:
                 break
@@ -435,7 +433,7 @@ def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: Sear
     }
     parameters = {source.value for source in part.sources if source.kind == "parameter"}
     by_block = any(origin in parameters for origin, _ in repeated)
-    rules, bucket_bytes = part_choice.factored.rules, settings.bucket_bytes
+    rules, bucket_bytes = part_choice.factored.rules, part_choice.bucket_bytes
     spmd = build_spmd(part, rules, choice, part_choice.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
     conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in repeated)
     spmd = replace(spmd, lifetimes=replace(part_choice.spmd.lifetimes, conversions=conversions, once=frozenset()))
@@ -513,7 +511,9 @@ def _solved(config: PipelineConfig, stages: Sequence[StageTiming]) -> Schedule:
     return replace(config.schedule, actions=solve_order(work, orders).order)
 
 
-def _predicted(config: PipelineConfig, timed: Sequence[StageTiming], order: Order) -> PipelinePrediction:
+def _predicted(
+    config: PipelineConfig, timed: Sequence[StageTiming], order: Order, compiled: Sequence[StageSeconds] = ()
+) -> PipelinePrediction:
     step = simulate_pipeline(order, [stage.seconds for stage in timed])
     stages = tuple(
         StagePrediction(
@@ -531,4 +531,5 @@ def _predicted(config: PipelineConfig, timed: Sequence[StageTiming], order: Orde
     work = _work(config, timed)
     bound = min(least_seconds(work), step.seconds)  # their sums round differently
     peaks = [sum(parts) for parts in zip(work.peaks(order), _fixed_bytes(config, timed), strict=True)]
-    return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(peaks))
+    compiled_seconds = simulate_pipeline(order, compiled).seconds if compiled else 0.0
+    return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(peaks), compiled_seconds)

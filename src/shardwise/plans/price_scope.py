@@ -8,7 +8,7 @@ from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Prices
 from shardwise.errors import ShardwiseError
 from shardwise.plans.plan_data import PlanData
-from shardwise.plans.quantities import format_interval_seconds, format_seconds, format_seconds_interval
+from shardwise.plans.quantities import format_interval_seconds, format_seconds_interval
 
 
 def prices_of(plan: PlanData) -> Prices:
@@ -24,10 +24,17 @@ def prices_of(plan: PlanData) -> Prices:
 
 
 def figures(plan: PlanData) -> tuple[float, float] | None:
-    """Return the predicted seconds of a step, and bytes of the device that holds most; None if nothing is predicted."""
+    """Return the predicted seconds of an eager step, by which plans are compared, and the bytes of the device that
+    holds most; None if nothing is predicted."""
     if plan.pipeline is not None:
         return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
     return None if plan.predicted is None else (plan.predicted.planned_seconds, plan.predicted.memory_bytes)
+
+
+def default_seconds(plan: PlanData) -> float:
+    """Return the predicted seconds of a step as it runs by default; 0 if nothing is predicted."""
+    predicted = plan.pipeline or plan.predicted
+    return 0.0 if predicted is None else predicted.default_seconds
 
 
 def priced_cluster(plan: PlanData) -> Cluster | None:
@@ -40,12 +47,9 @@ def priced_cluster(plan: PlanData) -> Cluster | None:
 
 
 def format_step_interval(plan: PlanData) -> str:
-    """Format the step of a plan; empty if nothing is predicted."""
+    """Format the step of a plan, as it runs by default; empty if nothing is predicted."""
     cluster = priced_cluster(plan)
-    if plan.pipeline is not None:
-        return format_seconds_interval(plan.pipeline.step_seconds, cluster)
-    if plan.predicted is None:
-        return ""
-    if cluster is None:
-        return format_seconds(plan.predicted.planned_seconds)
-    return format_interval_seconds(plan.predicted.step_interval(cluster))
+    if plan.predicted is not None and plan.pipeline is None and cluster is not None:
+        return format_interval_seconds(plan.predicted.step_interval(cluster))
+    seconds = default_seconds(plan)
+    return format_seconds_interval(seconds, cluster) if seconds else ""

@@ -26,7 +26,7 @@ from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
 from shardwise.plans.entries import NO_LIMIT, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import precision_body
 from shardwise.plans.plan_data import PlanData
-from shardwise.plans.price_scope import format_step_interval, priced_cluster
+from shardwise.plans.price_scope import default_seconds, format_step_interval, priced_cluster
 from shardwise.plans.quantities import (
     format_bytes,
     format_bytes_interval,
@@ -38,9 +38,12 @@ from shardwise.plans.quantities import (
 from shardwise.programs.state_groups import is_offloaded
 from shardwise.untrusted_text import shorten_repr
 
+_COMPILED = "the step is compiled, the default on CUDA (which kernels the compiler joins is assumed)"
 _NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a path: blocks.0.mlp, args[1]
 _WIDEST_NAME = 56
 _OUTPUTS = 4  # named outputs
+# Shares of a step from which waiting for the host, or for messages or copies, is worth a sentence.
+_ADVISED_HOST_SHARE, _ADVISED_SHARE = 0.1, 0.25
 
 
 def format_plan(plan: PlanData) -> str:
@@ -49,6 +52,7 @@ def format_plan(plan: PlanData) -> str:
     lines = [
         f"plan for {meshes}, {plan.num_ranks} devices",
         *([f"  {figures}"] if figures else []),
+        *(f"  {line}" for line in advice(plan)),
         f"  mode {plan.mode}, search {plan.search}, optimizer {plan.optimizer}; "
         f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
@@ -61,14 +65,12 @@ def format_plan(plan: PlanData) -> str:
     if any(collective.kind == "row_exchange" for collective in plan.collectives()):
         lines.append(f"    rows at experts: {plan.imbalance:g} times the mean planned for on the busiest device")
     if not plan.precision.is_models:
-        lines.insert(2 + bool(figures), f"  precision {format_precision(plan.precision)}")
+        lines.insert(2 + bool(figures) + len(advice(plan)), f"  precision {format_precision(plan.precision)}")
     lines += _not_kept(plan)
     if plan.predicted is not None:
         lines += _predicted(plan, plan.predicted)
     if plan.is_pipeline:
         lines += _pipeline(plan)
-    if sentence := only_priced(plan):
-        lines.append(f"    {sentence}")
     for number, stage in enumerate(plan.stages):
         if len(plan.stages) > 1:
             lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranges(stage.placement.ranks)}")
@@ -85,7 +87,9 @@ def _pipeline(plan: PlanData) -> list[str]:
     places = {stage.placement.ranks for stage in plan.stages}
     cost, cluster, takes = plan.pipeline, priced_cluster(plan), ""
     if cost is not None:
-        takes = f": a step takes {format_step_interval(plan)}, in {cost.bubble:.1%} of it devices wait (bubble)"
+        eager = "an eager step" if cost.compiled_seconds else "a step"
+        seconds = format_seconds_interval(cost.step_seconds, cluster)
+        takes = f": {eager} takes {seconds}, in {cost.bubble:.1%} of it devices wait (bubble)"
         if cost.bound_seconds:
             takes += f"; no order of these stages takes less than {format_seconds(cost.bound_seconds)}"
     lines = [f"  pipeline of {len(plan.stages)} stages on {len(places)} places, {plan.schedule}{takes}"]
@@ -118,12 +122,12 @@ def plan_figures(plan: PlanData) -> list[tuple[str, str]]:
     """Return (name, text) of these figures, in this order."""
     cost, pipeline = plan.predicted, plan.pipeline
     if pipeline is not None:
-        seconds, size, passes, gap = pipeline.step_seconds, pipeline.memory_bytes, plan.micro_batches, None
+        size, passes, gap = pipeline.memory_bytes, plan.micro_batches, None
     elif cost is not None:
-        seconds, size, passes, gap = cost.planned_seconds, cost.memory_bytes, cost.passes, cost.optimality_gap
+        size, passes, gap = cost.memory_bytes, cost.passes, cost.optimality_gap
     else:
         return []
-    figures = [("step", format_step_interval(plan))]
+    figures, seconds = [("step", format_step_interval(plan))], default_seconds(plan)
     ids = next((e for e in plan.inputs if len(e.shape) == 2 and e.dtype in ("i64", "i32")), None)
     count = prod(ids.shape) if ids is not None else plan.micro_batch
     if count and seconds:
@@ -133,6 +137,31 @@ def plan_figures(plan: PlanData) -> list[tuple[str, str]]:
         room = f" of {limit}" if limit else ""
         figures.append(("memory", f"{format_bytes_interval(size, priced_cluster(plan))}{room} a device"))
     return [*figures, ("gap", "not known" if gap is None else f"{gap:.2%}")]
+
+
+def advice(plan: PlanData) -> list[str]:
+    """Return a sentence on a step that is predicted compiled, and on each thing that a large part of a simulated step
+    waits for, with what shortens it."""
+    cost, cluster, pipeline = plan.predicted, priced_cluster(plan), plan.pipeline
+    if pipeline is not None and pipeline.compiled_seconds:
+        return [f"{_COMPILED}; eager it takes {format_seconds_interval(pipeline.step_seconds, cluster)}"]
+    if cost is None or not cost.simulated_seconds:
+        return []
+    larger = "micro-batch" if plan.micro_batches > 1 else "batch"
+    waits = (cost.host_wait, cost.message_wait, cost.copy_wait)
+    host, messages, copies = (cost.passes * wait / cost.default_seconds for wait in waits)
+    lines = []
+    if cost.compiled_seconds and cluster is not None:
+        eager = format_interval_seconds(cost.interval(cost.simulated_seconds, cluster))
+        lines.append(f"{_COMPILED}; eager it takes {eager}")
+    if host >= _ADVISED_HOST_SHARE:
+        lines.append(f"{host:.0%} of the step waits for the host to start kernels one by one: use a larger {larger}")
+    if messages >= _ADVISED_SHARE:
+        lines.append(f"{messages:.0%} of the step waits for messages: use a larger {larger}, or fewer devices")
+    if copies >= _ADVISED_SHARE:
+        what = "of the step waits for copies from and to the host"
+        lines.append(f"{copies:.0%} {what}: use a larger {larger}, or leave more on the device")
+    return lines
 
 
 def of_outputs(plan: PlanData) -> list[str]:
@@ -250,12 +279,16 @@ def _predicted(plan: PlanData, cost: Prediction) -> list[str]:
         lines.append(f"    bound {step(cost.bound)}: no plan of 10^{cost.log10_plans:.0f} has a lower price{proven}")
     peak = f"peak memory {format_bytes_interval(cost.peak_bytes, cluster)}{reserved} in {cost.peak_at}"
     if cost.simulated_seconds:
-        lines.append(f"    simulated step {measured(cost.simulated_seconds)}, with overlap and buckets; {peak}")
+        eager = "eager, " if cost.compiled_seconds else ""
+        lines.append(f"    simulated step {measured(cost.simulated_seconds)}, {eager}with overlap and buckets; {peak}")
     elif cost.peak_bytes:  # too many operators to simulate
         lines.append(f"    {peak}")
+    if tie := format_tie(cost):
+        lines.append(f"    {tie}")
     if cost.passed_over is not None:
         other = cost.passed_over
-        why = "simulation" if other.fits else "memory limit"
+        is_tied = cost.faster is not None and other.simulated_seconds <= cost.faster.plainer_seconds
+        why = "memory limit" if not other.fits else "plainer plan" if is_tied else "simulation"
         peak = format_bytes_interval(other.peak_bytes, cluster)
         takes = f"takes {measured(other.simulated_seconds)} simulated, peak {peak}"
         lines.append(
@@ -263,6 +296,17 @@ def _predicted(plan: PlanData, cost: Prediction) -> list[str]:
             f"{step(other.additive_price)}, {takes}{'' if other.fits else ', which does not fit'}"
         )
     return lines
+
+
+def format_tie(cost: Prediction) -> str:
+    """Return the sentence on a faster plan that was left for this plainer one; empty if there is none."""
+    faster = cost.faster
+    if faster is None:
+        return ""
+    slower = max(faster.plainer_seconds / faster.simulated_seconds - 1, 0.0)
+    kinds = f"{faster.kinds} kinds of splits" if faster.kinds != 1 else "one kind of split"
+    what = f"{slower:.1%} slower than the fastest plan ({faster.mesh}, {kinds})"
+    return f"{what}, within the interval: the plainer one is taken"
 
 
 def merged_operators(
@@ -422,28 +466,3 @@ def format_precision(precision: Precision) -> str:
     """Format a precision: ``compute bf16, parameter f32``, or ``the model's`` if it names no dtype."""
     named = precision_body(precision).get("precision", {})
     return ", ".join(f"{name} {dtype}" for name, dtype in named.items() if dtype) or "the model's"
-
-
-def only_priced(plan: PlanData) -> str:
-    """Return a sentence if a plan of an older file was priced for other dtypes than ranks run, which are the model's;
-    else an empty text."""
-    if plan.pricing is None:
-        return ""
-    stored = _floating(entry.dtype for stage in plan.stages for entry in stage.parameters)
-    computed = stored | _floating(entry.dtype for stage in plan.stages for entry in stage.inputs)
-    priced_dtypes = (
-        ("compute", plan.pricing.compute, computed),
-        ("parameter", plan.pricing.parameter, stored),
-        ("reduce", plan.pricing.reduce, stored),
-    )
-    priced = [f"{name}={dtype}" for name, dtype, dtypes in priced_dtypes if dtype and dtypes - {dtype}]
-    if not priced:
-        return ""
-    return (
-        f"priced for Precision({', '.join(priced)}) by an older version, and is not executed so: ranks compute, store "
-        f"and reduce in the dtypes of the model ({', '.join(sorted(computed))}); a new plan is"
-    )
-
-
-def _floating(dtypes: Iterable[str]) -> set[str]:
-    return {dtype for dtype in dtypes if parse_dtype(dtype).is_floating_point}

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.optimizers import parse_optimizer
+from shardwise.costs.optimizers import looks_together, parse_optimizer
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph.batch import num_samples, with_samples
 from shardwise.graph.call_arguments import call_arguments
@@ -23,7 +23,6 @@ from shardwise.graph.ir import Graph
 from shardwise.graph.segments import Recompute, Segment, check_how
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
-from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.rules.keyed_rows import IMBALANCE, imbalance_fault
 from shardwise.search.auto import PRICED_SEARCHES, PricedSearch
 from shardwise.search.decide import Kept
@@ -49,7 +48,7 @@ class ParallelConfig:
     zero: int | Zero | None = None
     recompute: Recompute | Literal["auto"] | None = "auto"
     offload: Offload = "auto"
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int | None = None
     imbalance: float = IMBALANCE
 
     def __post_init__(self) -> None:
@@ -62,9 +61,9 @@ class ParallelConfig:
         if self.recompute not in ("auto", None):
             check_how(self.recompute, "recompute=", "auto")
         size = self.bucket_bytes
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
             raise ShardwiseError(
-                f"bucket_bytes is {size!r}", fix="a whole number of bytes; 0: no buckets; default 25 MiB"
+                f"bucket_bytes is {size!r}", fix="a whole number of bytes; 0: no buckets; None: chosen by price"
             )
         if not isinstance(self.mesh, Mesh | None):
             fix = "sw.Mesh(dp=2, tp=4), or sw.Mesh({'dp': 2, 'tp': 4})"
@@ -138,7 +137,9 @@ _GROUP_OF = {entry.name: name for name, group in _GROUPS.items() for entry in fi
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanRequest:
-    """Everything that a plan is made for. ``args``, ``kwargs``: of the example call, the targets of ``loss`` last."""
+    """Everything that a plan is made for. ``args``, ``kwargs``: of the example call, the targets of ``loss`` last;
+    ``candidates``: the meshes that a search by price tries, whose axes it names by role (none: those of the cluster).
+    """
 
     module: torch.nn.Module
     args: tuple[Any, ...]
@@ -148,15 +149,23 @@ class PlanRequest:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     search: SearchOptions = field(default_factory=SearchOptions)
+    candidates: tuple[Mesh, ...] = ()
 
     def __post_init__(self) -> None:
         mesh, num_devices = self.parallel.mesh, self.cluster.num_devices
         if mesh is not None and self.parallel.stages is None and mesh.num_devices != num_devices:
-            product = " x ".join(str(size) for _, size in mesh.axes) or "1"
+            product = mesh.format_sizes()
             needed = f"{product} = {mesh.num_devices}" if len(mesh.axes) > 1 else product
             what = f"{mesh} needs {needed} devices, the cluster has {num_devices}"
             fix = f"choose axes whose sizes multiply to {num_devices}"
             raise PlanError(what, fix=fix, section="mesh-size")
+        if self.parallel.stages is not None and looks_together(self.training.optimizer):
+            what = (
+                f"optimizer {self.training.optimizer!r} looks at all parameters together, and a stage has only its own"
+            )
+            raise PlanError(
+                what, fix="plan without stages=, or with an optimizer that updates each parameter by itself"
+            )
 
     @staticmethod
     def of(
@@ -204,7 +213,9 @@ class PlanRequest:
         """Return the meshes to try on some devices."""
         if self.parallel.mesh is not None:
             return (self.parallel.mesh,)
-        return candidate_meshes(cluster, self.search.max_mesh_axes) if by_price else (Mesh(dp=cluster.num_devices),)
+        if not by_price:
+            return (Mesh(dp=cluster.num_devices),)
+        return self.candidates or candidate_meshes(cluster, self.search.max_mesh_axes)
 
     @property
     def limit(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,10 +43,13 @@ class PlanningResult:
 
     plan: Plan
     search_report: PlanReport | None = None
+    search_again: Callable[[], PlanReport | None] | None = None  # of a plan that a cache remembered
 
     @property
     def report(self) -> PlanReport:
         """The report of the search. Raises PlanError if the plan was not chosen by price."""
+        if self.search_report is None and self.search_again is not None:
+            object.__setattr__(self, "search_report", self.search_again())
         if self.search_report is None:
             was_searched = self.plan.is_searched or self.plan.pipeline is not None
             why = "it comes from another process" if was_searched else "it was not chosen by price"

@@ -12,10 +12,7 @@ and the bytes that a micro-batch keeps for backward. For a stage with blocks i t
     bytes(point, i, j)   = stays + kept * (micro-batches that the stage keeps at once)
     stage(s, i, j)       = least seconds of the points whose bytes fit stage s
 
-The cut makes the slowest stage as fast as possible (``StageCuts.of``). Let T(s, j) be the slowest of the first s
-stages, which together have the first j blocks::
-
-    T(s, j) = min over i of max(T(s - 1, i), stage(s, i, j - 1))
+The cut makes the slowest stage as fast as possible (``search.stage_partition.StageCut.of``).
 
 Estimates choose which settings are planned, and in which order (``plans.auto_stages``), and nothing else. Where the
 stages of a setting begin is decided in ``search.stage_partition``.
@@ -23,28 +20,32 @@ stages of a setting begin is decided in ``search.stage_partition``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.errors import PlanError
 from shardwise.graph.folding import Folding
 from shardwise.graph.ir import Graph
 from shardwise.graph.segments import How, Segment, block_of
-from shardwise.layouts.routes import Floats
+from shardwise.layouts.routes import Floats, Ints
 from shardwise.plans.auto_stages import StageConfig
 from shardwise.plans.micro_batch_search import Example
 from shardwise.plans.request import PlanRequest
 from shardwise.programs.micro_batches import Passes
 from shardwise.search.constants import ESTIMATED_BYTE_PRICES, ESTIMATED_MEMORY_SHARE, ESTIMATED_TRAFFIC_WEIGHTS
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights, StorageVariable
-from shardwise.search.elimination import Scope, TooWide
+from shardwise.search.elimination import TooWide
 from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy, ReshardMode, blocks_of, ends_of
 from shardwise.search.planner import Planner
 from shardwise.search.solving import minimise
+from shardwise.search.stage_partition import StageCut
 from shardwise.search.stored_program import SearchConfig
 
 # In a stage "once" stands for "held" too, and the last blocks decide nothing.
@@ -63,8 +64,8 @@ class BlockSpans:
     """Time and memory of a stage with a range of the blocks, for every point.
 
     Attributes:
-        seconds: [points, first block, last block] seconds of a micro-batch; infinite if last is before first.
-        held: [points, first block, last block, 2] bytes that stay, and bytes kept per micro-batch.
+        seconds: [points, first block, block behind] seconds of a micro-batch; infinite if there is no block.
+        held: [points, first block, block behind, 2] bytes that stay, and bytes kept per micro-batch.
     """
 
     seconds: Floats
@@ -88,10 +89,12 @@ class BlockSpans:
         seconds = added[..., EXPOSED] + np.maximum(added[..., COMPUTE], added[..., TRAFFIC])
         count = starts.shape[1]
         has_some = np.triu(np.ones((count, count), dtype=np.bool_))
-        return BlockSpans(np.where(has_some, seconds, inf), added[..., [STAYS, KEPT]])
+        margins = (0, 0), (0, 1), (1, 0)  # the last block is given by the one behind it
+        seconds = np.pad(np.where(has_some, seconds, inf), margins, constant_values=inf)
+        return BlockSpans(seconds, np.pad(added[..., [STAYS, KEPT]], (*margins, (0, 0))))
 
     def fastest(self, limit: float, kept: float) -> Floats:
-        """Return [first block, last block] the least seconds of the points that fit; infinite if none does.
+        """Return [first block, block behind] the least seconds of the points that fit; infinite if none does.
 
         Args:
             limit: Bytes of a stage.
@@ -138,10 +141,10 @@ class ParetoFront:
 
         ``places``: the number of stages.
         """
-        return self._cut(inf, (0.0,) * places)[0].slowest
+        return self._cut(inf, (0.0,) * places)[0].value
 
-    def cut(self, limit: float, in_flight: Sequence[float]) -> StageCuts:
-        """Return where the stages begin (``StageCuts.of``), computing only the points that may matter.
+    def cut(self, limit: float, in_flight: Sequence[float]) -> StageCut:
+        """Return where the stages begin, computing only the points that may matter.
 
         Invariant: ``hope`` is no slower than the best cut over all points, and ``sure`` no faster. ``sure`` uses known
         points that fit. ``hope`` also assumes that the fastest points of an option fit until the option is priced. If
@@ -154,7 +157,7 @@ class ParetoFront:
         """
         while True:
             sure, hope, taken = self._cut(limit, in_flight)
-            if hope.slowest >= sure.slowest:
+            if hope.value >= sure.value:
                 return sure
             if self.others is not None:
                 self.ways, self.others = [*self.ways, *self.others()], None
@@ -162,53 +165,19 @@ class ParetoFront:
             for way in {way for way in taken if way.others is not None} or self.ways:
                 way.price()
 
-    def _cut(self, limit: float, in_flight: Sequence[float]) -> tuple[StageCuts, StageCuts, set[MeshOption]]:
+    def _cut(self, limit: float, in_flight: Sequence[float]) -> tuple[StageCut, StageCut, set[MeshOption]]:
         """Return the cuts ``sure`` and ``hope`` of ``cut``, and the options that ``hope`` uses."""
         sure, hopes = {}, {}
         for kept in dict.fromkeys(in_flight):
             sure[kept] = np.min([way.spans.fastest(limit, kept) for way in self.ways], axis=0)
             limits = [(way, limit if way.others is None else inf) for way in self.ways]
             hopes[kept] = np.stack([way.spans.fastest(num_bytes, kept) for way, num_bytes in limits])
-        hope = StageCuts.of([hopes[kept].min(axis=0) for kept in in_flight])
-        ends = [*hope.starts[1:], hopes[in_flight[0]].shape[1]]
+        hope = StageCut.of([hopes[kept].min(axis=0) for kept in in_flight])
         taken = {
-            self.ways[int(hopes[kept][:, start, end - 1].argmin())]
-            for kept, start, end in zip(in_flight, hope.starts, ends, strict=False)
+            self.ways[int(hopes[kept][:, start, end].argmin())]
+            for kept, (start, end) in zip(in_flight, pairwise(hope.starts), strict=False)
         }
-        return StageCuts.of([sure[kept] for kept in in_flight]), hope, taken
-
-
-@dataclass(frozen=True)
-class StageCuts:
-    """A division of the blocks into stages.
-
-    Attributes:
-        slowest: Seconds of a micro-batch on the slowest stage; infinite if nothing fits.
-        starts: The first block of every stage; empty if nothing fits.
-    """
-
-    slowest: float
-    starts: tuple[int, ...]
-
-    @staticmethod
-    def of(spans: Sequence[Floats]) -> StageCuts:
-        """Return the cut whose slowest stage is as fast as possible: T above.
-
-        Args:
-            spans: For every stage, [first block, last block] its seconds.
-        """
-        slowest, chosen = np.array([0.0, *[inf] * len(spans[0])]), []
-        for seconds_of_stage in spans:
-            ends = np.maximum(slowest[:-1, None], seconds_of_stage)
-            chosen.append(ends.argmin(axis=0))
-            slowest = np.concatenate([[inf], ends.min(axis=0)])
-        if slowest[-1] == inf:
-            return StageCuts(inf, ())
-        at, starts = len(spans[0]), []
-        for back in reversed(chosen):
-            at = int(back[at - 1])
-            starts.append(at)
-        return StageCuts(float(slowest[-1]), tuple(reversed(starts)))
+        return StageCut.of([sure[kept] for kept in in_flight]), hope, taken
 
 
 @dataclass
@@ -259,7 +228,7 @@ class StageEstimator:
     def seconds(self, setting: StageConfig) -> float:
         """Return the estimated seconds of a step; infinite if the model cannot be divided so, or if nothing fits."""
         front = self._front(setting)
-        return inf if front is None else front.cut(self._limit(setting), in_flight(setting)).slowest * _turns(setting)
+        return inf if front is None else front.cut(self._limit(setting), in_flight(setting)).value * _turns(setting)
 
     def _limit(self, setting: StageConfig) -> float:
         """Return the bytes of a stage: an equal part of what its pipeline rank has for additive bytes."""
@@ -337,8 +306,8 @@ class StageEstimator:
         parts = self._parts_of(cost)
 
         def points(assignments: Iterable[Sequence[int]]) -> Floats:
-            different = dict.fromkeys(map(tuple, assignments))
-            return self._divided(np.stack([self._added_up(cost, parts, each) for each in different]), stages)
+            different = np.array(list(dict.fromkeys(map(tuple, assignments))), dtype=np.int64)
+            return self._divided(self._added_up(cost, parts, different), stages)
 
         def all_points() -> Floats:
             priced = [
@@ -363,39 +332,58 @@ class StageEstimator:
         ahead, behind = map(bool, self.apart)
         return np.concatenate([*[nothing] * ahead, points, *[nothing] * behind], axis=1)
 
-    def _parts_of(self, cost: CostGraph) -> list[str]:
-        """Return, for every factor of a cost graph, its block, "ahead" or "behind".
+    def _parts_of(self, cost: CostGraph) -> list[Ints]:
+        """Return, for the tables of every kind, the rows of ``_added_up`` that they belong to.
 
-        The last variable of the factor decides. Outside of blocks it is ahead of the first block or else behind.
+        Row 0 is ahead of all blocks, the last one behind them; the others are the blocks of the short model. The last
+        variable of a table decides.
         """
         paths = [block_of(variable.name) for variable in cost.variables]
         first = next((number for number, path in enumerate(paths) if path), len(paths))
-        return [paths[scope[-1]] or ("ahead" if scope[-1] < first else "behind") for scope, _ in cost.factors]
+        row_of = self._row_of
+        rows = np.array(
+            [row_of[path] if path else 0 if i < first else len(row_of) + 1 for i, path in enumerate(paths)],
+            dtype=np.int64,
+        )
+        return [rows[scopes[:, -1]] for _, scopes in cost.by_kind]
 
-    def _added_up(self, cost: CostGraph, parts: Sequence[str], assignment: Sequence[int]) -> Floats:
-        """Return the [1 + blocks + 1, 5] costs of an assignment: ahead of all blocks, of each block, and behind.
+    @cached_property
+    def _row_of(self) -> Mapping[str, int]:
+        names = (*(op.name for op in self.short.ops), *(value.name for value in self.short.values))
+        paths = dict.fromkeys(map(block_of, names))
+        return {path: row for row, path in enumerate(filter(None, paths), 1)}
 
-        ``parts``: the part of every factor. A block costs the mean of the two blocks that represent its run.
+    def _added_up(self, cost: CostGraph, parts: Sequence[Ints], assignments: Ints) -> Floats:
+        """Return the [assignments, 1 + blocks + 1, 5] costs: ahead of all blocks, of each block, and behind.
+
+        ``parts``: the rows of ``_parts_of``. A block costs the mean of the two blocks that represent its run.
         """
-        sums: dict[str, Floats] = {}
-        for (scope, kind), part in zip(cost.factors, parts, strict=True):
-            at = tuple(assignment[v] for v in scope)
-            figures = np.array([0.0 if table is None else float(table[at]) for table in cost.kinds[kind]])
-            stored = [figures[BYTES], 0.0] if _stays(cost, scope, figures) else [0.0, figures[BYTES]]
-            sums[part] = sums.get(part, np.zeros(5)) + np.array([*figures[:BYTES], *stored])
-        nothing = np.zeros(5)
-        blocks = [(sums.get(head, nothing) + sums.get(tail, nothing)) / 2 for head, tail in self.ends]
-        return np.stack([sums.get("ahead", nothing), *blocks, sums.get("behind", nothing)])
+        sums = np.zeros((len(assignments), len(self._row_of) + 2, 5))
+        for (tables, scopes), rows in zip(cost.by_kind, parts, strict=True):
+            at = tuple(assignments[:, scopes[:, axis]] for axis in range(scopes.shape[1]))
+            costs = np.zeros((*at[0].shape, 5))
+            for component, table in enumerate(tables):
+                if table is not None:
+                    costs[..., component] = table[at]
+            stays = _stays(cost, scopes, costs)
+            costs[..., KEPT] = np.where(stays, 0.0, costs[..., BYTES])
+            costs[..., STAYS] = np.where(stays, costs[..., BYTES], 0.0)
+            place: Any = (slice(None), rows)
+            np.add.at(sums, place, costs)
+        heads, tails = ([self._row_of[end[i]] for end in self.ends] for i in range(2))
+        blocks = (sums[:, heads] + sums[:, tails]) / 2
+        return np.concatenate([sums[:, :1], blocks, sums[:, -1:]], axis=1)
 
 
-def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:
-    """Return whether the bytes of a factor stay for the whole step.
+def _stays(cost: CostGraph, scopes: Ints, costs: Floats) -> NDArray[np.bool_]:
+    """Return which bytes of the tables of a kind stay for the whole step. ``costs``: of each, by component.
 
     They do if they belong to a stored value, or to a copy of it that micro-batches do not gather again. All other bytes
     are kept per micro-batch.
     """
-    is_stored = isinstance(cost.variables[scope[0]], StorageVariable)
-    return is_stored and (len(scope) == 1 or not components[TRAFFIC])
+    is_stored = np.array([isinstance(cost.variables[v], StorageVariable) for v in scopes[:, 0].tolist()])
+    stays: NDArray[np.bool_] = is_stored & ((scopes.shape[1] == 1) | (costs[..., TRAFFIC] == 0.0))
+    return stays
 
 
 def estimated_policies_of(

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import memory_of
 from shardwise.costs.pipeline_simulation import StageSeconds, send_seconds, stage_seconds
-from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import Router
 from shardwise.errors import NothingFits, listed
@@ -39,13 +38,12 @@ from shardwise.programs.vjp import VjpCache
 from shardwise.progress import report_progress
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
-from shardwise.search.auto import MeshSearch
-from shardwise.search.candidates import CandidateRanking
 from shardwise.search.decide import apply_layouts, decide
 from shardwise.search.fit_memory import fit_memory, least_memory
-from shardwise.search.memory_policy import MemoryPolicy, blocks_of
+from shardwise.search.memory_policy import blocks_of
 from shardwise.search.modes import Mode
-from shardwise.search.planner import Planner
+from shardwise.search.planner import Planner, StagePlan, StageSearchResult
+from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.stored_program import SearchConfig, build_program
 from shardwise.search.user_choices import annotated_ops, annotated_rules, no_operator_error
 
@@ -118,42 +116,6 @@ class PipelineConfig:
         return Placement(mesh, tuple(range(first, first + size)))
 
 
-@dataclass(frozen=True, eq=False)
-class StageSearchResult:
-    """The search for a part, or for an equal part. ``names``: operator or parameter of the part -> its name in the
-    search."""
-
-    search: MeshSearch
-    names: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """The choice for a part by itself, its program, memory policy, and the prediction for a whole model. ``searched``,
-    ``ranking``: None if nothing was searched."""
-
-    factored: Factored
-    choice: Choice
-    spmd: SpmdProgram
-    memory_policy: MemoryPolicy
-    prediction: Prediction | None = None
-    searched: StageSearchResult | None = None
-    ranking: CandidateRanking | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.spmd.mesh
-
-    def excess(self, limit: float) -> float:
-        return 0.0 if self.ranking is None else max(0.0, self.ranking.best.num_bytes - limit)
-
-    def fits_with(self, more: int, limit: float) -> bool:
-        """Return whether the plan fits if it keeps so many micro-batches more than it was searched for."""
-        if self.ranking is None:
-            return not more
-        return self.ranking.best.num_bytes + more * self.ranking.best.kept_bytes <= limit
-
-
 class StagesDoNotFit(Exception):
     """Raised if stages of a cut do not fit. ``needs``: stage -> the least bytes of a device that were found for it, and
     the error that says so."""
@@ -169,9 +131,6 @@ class StagesDoNotFit(Exception):
 
 # Annotations whose scope a cut divides -> the operators of the whole graph that they apply to.
 Meant = Mapping[Annotation, frozenset[str]]
-# What a part's plan is asked for -> micro-batches in flight -> the first part with it, and its choice.
-KnownStages = dict[Hashable, dict[int, tuple[GraphForm, StagePlan]]]
-Timings = dict[Hashable, "StageTiming"]  # of all but names that decides a program
 
 
 def annotated_in_parts(graph: Graph, parts: Sequence[Graph], annotations: Sequence[Annotation]) -> Meant:
@@ -193,14 +152,12 @@ def annotated_in_parts(graph: Graph, parts: Sequence[Graph], annotations: Sequen
 
 @dataclass
 class StagePlanner:
-    """Planner of parts that plans equal ones once. ``meant``: of the whole graph; ``known``: the plans so far, of
-    other cuts too; ``together``: form of a part -> how many equal ones a pipeline rank runs one
-    after the other."""
+    """Planner of parts that plans equal ones once. ``cache``: has the plans so far, of other cuts too; ``meant``: of
+    the whole graph; ``together``: form of a part -> how many equal ones a pipeline rank runs one after the other."""
 
     config: PipelineConfig
-    vjp_cache: VjpCache
+    cache: PlanningCache
     meant: Meant
-    known: KnownStages = field(default_factory=dict)
     together: dict[Hashable, int] = field(default_factory=dict)
 
     def of_all(self, parts: tuple[Graph, ...], in_flight: tuple[int, ...], limit: float) -> list[StagePlan]:
@@ -247,19 +204,21 @@ class StagePlanner:
         segments = [
             (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys())) for s in self.config.segments
         ]
-        layouts = self.config.settings.layouts
+        layouts, limits = self.config.settings.layouts, (limit, self.config.settings.known)
         kept = [next((layouts[name] for name in s.names if name in layouts), None) for s in part.sources]
         ends = tuple(taken.get(name) for name in part.cotangents or ())
         annotations = self._annotations(part)
-        known = self.known.setdefault(
-            (form.key, limit, str(segments), str(kept), ends, self._wishes(part, annotations)), {}
+        # Micro-batches in flight -> the first part that was planned so, and its choice.
+        known: dict[int, tuple[GraphForm, StagePlan]] = self.cache.table(
+            "stages", form.key, limits, str(segments), str(kept), ends, self._wishes(part, annotations)
         )
         for count, (first, chosen) in known.items():
             if count == in_flight or (count < in_flight and chosen.fits_with(in_flight - count, limit)):
                 return first, chosen
         turns, together = self.config.schedule.stages_per_place, self.together.get(form.key, 1)
         settings = replace(self.config.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
-        chosen = choose_stage(replace(self.config, settings=settings), part, annotations, limit, self.vjp_cache)
+        config = replace(self.config, settings=settings, annotations=annotations)
+        chosen = choose_stage(config, part, limit, self.cache)
         is_taken = not limit or not chosen.excess(limit)
         known[in_flight] = (form, chosen) if is_taken else self._first(form, part, in_flight, 0.0, None)
         return known[in_flight]
@@ -294,7 +253,7 @@ class StagePlanner:
         choice, route = chosen.choice, chosen.choice.route
         if isinstance(route, Router):
             parameters = frozenset(s.value for s in part.sources if s.kind == "parameter")
-            route = Router(route.axes, route.prices, factored.atoms, parameters)
+            route = Router(route.axes, route.prices, factored.atoms, parameters, route.known)
         choice = Choice(
             {op_of[name]: strategy for name, strategy in choice.strategies.items()},
             {value_of[name]: layout for name, layout in choice.sources.items()},
@@ -312,10 +271,10 @@ class StagePlanner:
             called = {new_name: name for name, new_name in value_of.items()}
             names |= {source.names[0]: sources[called[source.value]].names[0] for source in part.sources}
             searched = StageSearchResult(chosen.searched.search, names)
-        bucket_bytes, by_block = self.config.settings.bucket_bytes, memory_policy.reshard_mode == "again"
+        bucket_bytes, by_block = chosen.bucket_bytes, memory_policy.reshard_mode == "again"
         spmd = build_spmd(part, rules, choice, chosen.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
         spmd = _with_lifetimes(chosen.spmd, spmd)
-        return StagePlan(factored, choice, spmd, memory_policy, None, searched, chosen.ranking)
+        return StagePlan(factored, choice, spmd, memory_policy, None, searched, chosen.ranking, bucket_bytes)
 
 
 def _with_keys(rule: OpRule, value_of: Mapping[str, str]) -> OpRule:
@@ -337,45 +296,51 @@ def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
     return replace(spmd, lifetimes=lifetimes)
 
 
-def choose_stage(
-    config: PipelineConfig, part: Graph, annotations: tuple[Annotation, ...], limit: float, vjp_cache: VjpCache
-) -> StagePlan:
-    """Search for the choice of a part, or of a whole model. ``annotations``: of its operators; ``limit``: the bytes of
-    a device for it; 0: search for the least memory."""
+def choose_stage(config: PipelineConfig, part: Graph, limit: float, cache: PlanningCache) -> StagePlan:
+    """Search for the choice of a part, or of a whole model. ``config``: with the annotations of its operators;
+    ``limit``: the bytes of a device for it; 0: search for the least memory; ``cache``: shared with other parts."""
+    if config.by_price:
+        planner = memory_planner(config, part, limit, cache)
+        if config.parallel.recompute != "auto":
+            return planner.plan()
+        fit = fit_memory if limit else least_memory
+        return fit(planner, config.parallel.reshard_mode)
+    settings, (mesh,) = _settings_for(config, part), config.meshes
+    factored, choice = decide(part, config.annotations, mesh, config.mode, config.settings.imbalance)
+    choice = apply_layouts(choice, settings.layouts, part, factored, mesh)
+    program = build_program(part, factored.rules, choice, mesh, settings, cache.vjp_cache)
+    prediction = None
+    if config.num_stages == 1:
+        prices = Prices(Links(config.stage_cluster, mesh), settings.optimizer, settings.passes)
+        prediction = program.prediction(prices.with_buckets(part, settings.bucket_bytes))
+    return StagePlan(
+        factored,
+        program.choice,
+        program.spmd,
+        settings.memory_policy,
+        prediction,
+        bucket_bytes=settings.bucket_bytes,
+    )
+
+
+def memory_planner(config: PipelineConfig, part: Graph, limit: float, cache: PlanningCache) -> Planner:
+    """Return the planner of a part, under the memory policy that the user asks for. Arguments as ``choose_stage``."""
+    settings = replace(_settings_for(config, part), memory_bytes=limit)
+    return Planner.of(part, config.annotations, config.stage_cluster, config.meshes, settings, cache)
+
+
+def _settings_for(config: PipelineConfig, part: Graph) -> SearchConfig:
+    """Return the settings of a search for a part."""
     parallel, names = config.parallel, set(part.op_by_name)
     segments = [replace(s, operators=s.operators & names) for s in config.segments if s.operators & names]
-    layouts, cluster = config.settings.layouts, config.stage_cluster
+    layouts = config.settings.layouts
     if config.num_stages > 1:
         source_names = {name for source in part.sources for name in source.names}
         layouts = {name: layout for name, layout in layouts.items() if name in source_names}
         if not blocks_of(part):  # a part with only an embedding has none
             offload = "auto" if parallel.offload == "all" else parallel.offload
             parallel = replace(parallel, offload=offload, recompute=parallel.recompute if segments else "auto")
-    memory_policy = parallel.memory_policy(part, segments)
-    settings = replace(config.settings, memory_policy=memory_policy, layouts=layouts)
-    if not config.by_price:
-        (mesh,) = config.meshes
-        factored, choice = decide(part, annotations, mesh, config.mode, config.settings.imbalance)
-        choice = apply_layouts(choice, layouts, part, factored, mesh)
-        program = build_program(part, factored.rules, choice, mesh, settings, vjp_cache)
-        prediction = None
-        if config.num_stages == 1:
-            prices = Prices(Links(cluster, mesh), settings.optimizer, settings.passes)
-            prediction = program.prediction(prices.with_buckets(part, settings.bucket_bytes))
-        return StagePlan(factored, program.choice, program.spmd, memory_policy, prediction)
-    planner = Planner.of(part, annotations, cluster, config.meshes, replace(settings, memory_bytes=limit))
-    planner = replace(planner, vjp_cache=vjp_cache)
-    if config.parallel.recompute != "auto":
-        planned = planner.plan()
-    else:
-        fit = fit_memory if limit else least_memory
-        planned = fit(planner, parallel.reshard_mode)
-    called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
-    searched = StageSearchResult(planned.search, {name: name for name in called})
-    return StagePlan(
-        planned.factored, planned.choice, planned.spmd, planned.memory_policy, planned.prediction, searched,
-        planned.ranking,
-    )  # fmt: skip
+    return replace(config.settings, memory_policy=parallel.memory_policy(part, segments), layouts=layouts)
 
 
 @dataclass(frozen=True)
@@ -392,15 +357,13 @@ class StageTiming:
 
 
 def timed_stages(
-    config: PipelineConfig, cut: GraphCut, planned: Sequence[StagePlan], vjp_cache: VjpCache, timings: Timings
+    config: PipelineConfig, cut: GraphCut, planned: Sequence[StagePlan], cache: PlanningCache
 ) -> list[StageTiming]:
-    """Return the timings of all stages. ``timings``: of stages of other cuts too, to which theirs are added."""
+    """Return the timings of all stages. ``cache``: has those of stages of other cuts too."""
     stages = []
     for number, (part, stage) in enumerate(zip(cut.parts, planned, strict=True)):
-        key = _without_names(part, stage.choice, stage.spmd)
-        if key not in timings:
-            timings[key] = _timed(config, part, stage.spmd, cut.sends(number), vjp_cache)
-        timed = timings[key]
+        time = partial(_timed, config, part, stage.spmd, cut.sends(number), cache.vjp_cache)
+        timed = cache.get("timings", _without_names(part, stage.choice, stage.spmd), time)
         if not number and config.schedule.splits_backward:  # no stage waits for cotangents of the first
             seconds = timed.seconds
             timed = replace(timed, seconds=replace(seconds, input=0.0, weight=seconds.input + seconds.weight))
@@ -408,11 +371,36 @@ def timed_stages(
     return stages
 
 
+def compiled_stages(
+    config: PipelineConfig,
+    parts: Sequence[Graph],
+    planned: Sequence[StagePlan],
+    cache: PlanningCache,
+    timed: Sequence[StageTiming],
+) -> list[StageSeconds]:
+    """Return the seconds of stages of compiled programs; none where programs run eager by default. ``timed``: eager."""
+    if not config.cluster.device.is_cuda or config.schedule.splits_backward:
+        return []
+
+    def compiled(part: Graph, spmd: SpmdProgram, send: float) -> StageSeconds:
+        return stage_seconds(spmd, _prices(config, part, spmd), send, cache.vjp_cache, compiled=True)
+
+    stages = []
+    for part, stage, eager in zip(parts, planned, timed, strict=True):
+        make = partial(compiled, part, stage.spmd, eager.seconds.send)
+        stages.append(cache.get("compiled stages", _without_names(part, stage.choice, stage.spmd), make))
+    return stages
+
+
+def _prices(config: PipelineConfig, part: Graph, spmd: SpmdProgram) -> Prices:
+    prices = Prices(Links(config.stage_cluster, spmd.mesh), config.settings.optimizer, config.settings.passes)
+    return prices.with_buckets(part, config.settings.bucket_bytes)
+
+
 def _timed(
     config: PipelineConfig, part: Graph, spmd: SpmdProgram, sends: Sequence[str], vjp_cache: VjpCache
 ) -> StageTiming:
-    prices = Prices(Links(config.stage_cluster, spmd.mesh), config.settings.optimizer, config.settings.passes)
-    prices = prices.with_buckets(part, config.settings.bucket_bytes)
+    prices = _prices(config, part, spmd)
     delivered = delivered_layouts(part, spmd)
     sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in sends))
     on_links = replace(prices, links=Links(config.cluster, Mesh(device=config.cluster.num_devices)))

@@ -13,14 +13,14 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 
-from shardwise.costs.cluster_file import parse as parse_cluster
-from shardwise.costs.optimizers import states_of
-from shardwise.errors import PlanError, ShardwiseError, listed
+from shardwise.costs.optimizers import looks_at_matrices, looks_together, owners_of, state_bytes
+from shardwise.errors import PlanError, listed
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import parse_dtype
 from shardwise.plans.plan_data import PlanData
+from shardwise.plans.price_scope import priced_cluster
 from shardwise.plans.quantities import format_bytes, format_ranges, format_seconds
 
 Ranks = frozenset[int]
@@ -152,19 +152,30 @@ def survival(plan: PlanData, ranks_per_machine: int = 1, *, peer_copies: bool = 
     if not 1 <= ranks_per_machine <= len(ranks) or len(ranks) % ranks_per_machine:
         what = f"{len(ranks)} ranks are not machines of {ranks_per_machine}"
         raise PlanError(what, fix="give how many ranks run on each machine")
-    states = states_of(plan.optimizer)
+    is_whole, together = looks_at_matrices(plan.optimizer), looks_together(plan.optimizer)
     holders: dict[tuple[str, object], tuple[set[int], int]] = {}
+    owned: list[tuple[Ranks, str, int]] = []  # states of split matrices, which one rank has, or each
     for stage in plan.stages:
+        split = [p for p in stage.parameters if is_whole and stage.layouts[p.name].positions]
+        sizes = [prod(stage.layouts[p.name].shape) * parse_dtype(p.dtype).itemsize for p in split]
+        owners = owners_of(((size, None) for size in sizes), len(stage.placement.ranks))
+        for p, size, owner in zip(split, sizes, owners, strict=True):
+            having = frozenset(stage.placement.ranks if together else {stage.placement.ranks[owner]})
+            owned.append((having, p.name, state_bytes(plan.optimizer, size, stage.layouts[p.name].shape)))
         for entry in (*stage.parameters, *stage.buffers):
-            copies = 1 + (states if entry in stage.parameters else 0)
+            has_states = entry in stage.parameters and entry not in split
             itemsize = parse_dtype(entry.dtype).itemsize
             for key, where in _holders(stage.layouts[entry.name], stage.placement).items():
-                size = prod(key[1]) * itemsize * copies
+                size = prod(key[1]) * itemsize
+                size += state_bytes(plan.optimizer, size, key[1]) if has_states else 0
                 holders.setdefault((entry.name, key), (set(), size))[0].update(where)
     holdings: dict[Ranks, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for (name, _), (where, num_bytes) in holders.items():
         if num_bytes:
             holdings[frozenset(where)][name] += num_bytes
+    for owner_alone, name, num_bytes in owned:
+        if num_bytes:
+            holdings[owner_alone][name] += num_bytes
     cuts = range(0, len(ranks) + 1, ranks_per_machine)
     machines = tuple(tuple(ranks[start:stop]) for start, stop in pairwise(cuts))
     outcome = Survival(
@@ -175,11 +186,8 @@ def survival(plan: PlanData, ranks_per_machine: int = 1, *, peer_copies: bool = 
 
 def _send_rate(plan: PlanData) -> float:
     """Return the B/s at which a device sends to another machine while all do; 0 without a cluster that can be read."""
-    try:
-        levels = () if plan.pricing is None else parse_cluster(plan.pricing.cluster, "the plan's cluster").levels
-    except ShardwiseError:
-        return 0.0
-    return levels[-1].bandwidth / levels[-1].shared_by if levels else 0.0
+    cluster = priced_cluster(plan)
+    return 0.0 if cluster is None else cluster.levels[-1].bandwidth / cluster.levels[-1].shared_by
 
 
 def _holders(layout: Layout, place: Placement) -> dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]]:

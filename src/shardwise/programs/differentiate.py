@@ -87,11 +87,13 @@ def keeping_all(local: LocalProgram, vjp_cache: VjpCache) -> RankProgram:
 
 
 def finished(program: RankProgram) -> RankProgram:
-    """Apply the lifetimes of ``program.spmd`` to a step that keeps everything.
+    """Apply the lifetimes of ``program.spmd`` to a step that keeps everything, and finish its exchanges."""
+    return finish_exchanges(with_lifetimes(program))
 
-    Then send rows that follow keys beside products, and mark what exchanges may overwrite.
-    """
-    return mark_overwrites(with_rows_beside_products(with_lifetimes(program)))
+
+def finish_exchanges(program: RankProgram) -> RankProgram:
+    """Send rows that follow keys beside products, and mark what exchanges may overwrite."""
+    return mark_overwrites(with_rows_beside_products(program))
 
 
 @dataclass(eq=False)
@@ -374,7 +376,7 @@ class _StepWriter:
         for name, form in zip(results, kernel.forms, strict=True):
             self.forms.setdefault(name, form.with_gradient(False))
         forms = tuple(self.forms[name] for name in results)
-        return replace(with_operands(kernel, names), results=results, forms=forms, origin=origin)
+        return with_operands(kernel, names, results=results, forms=forms, origin=origin)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 

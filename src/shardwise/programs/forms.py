@@ -59,12 +59,7 @@ class Form:
     @property
     def is_dense(self) -> bool:
         """Return whether a copy has the same strides: there are no gaps and no repeated elements."""
-        step = 1
-        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
-            if size != 1 and stride != step:
-                return False
-            step *= size
-        return True
+        return is_dense(self.shape, self.stride)
 
     @property
     def num_bytes(self) -> int:
@@ -76,6 +71,16 @@ class Form:
 
     def with_gradient(self, requires_grad: bool) -> Form:
         return self if self.requires_grad == requires_grad else replace(self, requires_grad=requires_grad)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether elements fill their memory without overlap or gaps, in any order of dims."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
 
 
 @lru_cache(maxsize=16384)

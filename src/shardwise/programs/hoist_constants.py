@@ -90,13 +90,15 @@ class _Analysis:
         self.root = {name: name for name in self.fixed}
         grad = self.spmd.graph.by_name
         for step in self._all:
+            if not self.root.keys() >= set(step.operands):
+                continue
             results = step.results
             if isinstance(step, Conversion):
                 steady = not step.collectives()
             else:
                 target = step.placed.op.target
                 steady = not is_random(target) and not any(grad[name].requires_grad for name in results)
-            if steady and self.root.keys() >= set(step.operands):
+            if steady:
                 self.makers.update(dict.fromkeys(results, step))
                 self.root.update({name: self._root(step, name) for name in results})
 

@@ -171,24 +171,24 @@ Instruction = Compute | Convert | Depart | Arrive | Copy | Land
 Changed = TypeVar("Changed", bound=Instruction)
 
 
-def with_operands(instruction: Changed, names: Mapping[str, str]) -> Changed:
-    """Return the instruction with the names replaced that it reads, writes to or shares memory with."""
+def with_operands(instruction: Changed, names: Mapping[str, str], **fields: Any) -> Changed:
+    """Return the instruction with the names replaced that it reads, writes to or shares memory with, and with other
+    ``fields``."""
     if names.keys().isdisjoint((*instruction.operands, *instruction.writes, *filter(None, instruction.shares))):
-        return instruction
+        return replace(instruction, **fields) if fields else instruction
 
     def renamed(values: Iterable[str]) -> tuple[str, ...]:
         return tuple(names.get(name, name) for name in values)
 
-    fields: dict[str, Any] = {}
     if isinstance(instruction, Compute):
         read = map_refs((instruction.args, instruction.kwargs), lambda name: Ref(names.get(name, name)))
-        fields = {"args": read[0], "kwargs": read[1], "writes": renamed(instruction.writes)}
+        fields |= {"args": read[0], "kwargs": read[1], "writes": renamed(instruction.writes)}
     elif isinstance(instruction, (Convert, Depart)):
-        fields = {"operands": renamed(instruction.operands)}
+        fields["operands"] = renamed(instruction.operands)
     elif isinstance(instruction, Copy):
-        fields = {"value": names[instruction.value]}
+        fields["value"] = names[instruction.value]
     elif isinstance(instruction, Land):
-        fields = {"on_device": names[instruction.on_device]}
+        fields["on_device"] = names[instruction.on_device]
     if isinstance(instruction, (Compute, Convert, Arrive)):
         fields["shares"] = tuple(None if name is None else names.get(name, name) for name in instruction.shares)
     return replace(instruction, **fields)

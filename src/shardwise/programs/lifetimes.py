@@ -7,12 +7,12 @@ et al. 2020, arXiv:1910.02054) are the same pass. Kept values may be offloaded (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from shardwise.graph.custom_operators import STREAMS
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.activation_offload import offloaded
 from shardwise.programs.buckets import cuts_windows
@@ -21,14 +21,15 @@ from shardwise.programs.instructions import (
     Arrive,
     Compute,
     Convert,
+    Copy,
     Depart,
     Instruction,
+    Land,
     converts_only,
     in_flight,
     memories,
     sent_by,
     with_operands,
-    with_results,
 )
 from shardwise.programs.keyed_rows import ReadCounts
 from shardwise.programs.opaque import Record
@@ -78,7 +79,7 @@ def is_repeatable(instruction: Compute, changed: Iterable[str] = ()) -> bool:
     target = instruction.target
     if isinstance(target, Record):
         target = target.call[0]
-    draws = target in STREAMS.values() or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
     return not draws and not set(changed).intersection(instruction.operands)
 
 
@@ -118,7 +119,6 @@ def _recompute(program: RankProgram) -> RankProgram:
         repeated: list[Instruction] = []
         for position in needed(instruction.operands):
             duplicate = _duplicate(forward[position], recomputed)
-            recomputed.update(zip(forward[position].results, duplicate.results, strict=True))
             forms.update(zip(duplicate.results, duplicate.forms, strict=True))
             repeated.append(duplicate)
         early, late = _sent_ahead(repeated, {recomputed.get(name, name) for name in instruction.operands})
@@ -172,13 +172,17 @@ def _written_together(forward: Sequence[Instruction]) -> dict[int, tuple[int, ..
     return {i: tuple(of_op[op]) for op in writing for i in of_op[op]}
 
 
-def _duplicate(instruction: Instruction, recomputed: Mapping[str, str]) -> Instruction:
-    duplicate = with_results(instruction, [name + AGAIN for name in instruction.results])
-    renamed = {**recomputed, **dict(zip(instruction.results, duplicate.results, strict=True))}
-    duplicate = with_operands(duplicate, renamed)
-    if isinstance(duplicate, (Depart, Arrive)):
-        duplicate = replace(duplicate, flight=duplicate.flight + AGAIN)
-    return replace(duplicate, origin=replace(duplicate.origin, again=True))
+def _duplicate(instruction: Instruction, recomputed: dict[str, str]) -> Instruction:
+    """Return the instruction under the names of its recomputed operands, and record the names of its results."""
+    assert not isinstance(instruction, (Copy, Land)), "values are offloaded after others are recomputed"
+    results = tuple(name + AGAIN for name in instruction.results)
+    recomputed.update(zip(instruction.results, results, strict=True))
+    fields: dict[str, Any] = {"origin": replace(instruction.origin, again=True)}
+    if isinstance(instruction, (Depart, Arrive)):
+        fields["flight"] = instruction.flight + AGAIN
+    if not isinstance(instruction, Depart):
+        fields["results"] = results
+    return with_operands(instruction, recomputed, **fields)
 
 
 def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[Instruction], list[Instruction]]:

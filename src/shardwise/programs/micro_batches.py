@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from shardwise.errors import PlanError
 from shardwise.graph.batch import batch_size
-from shardwise.graph.custom_operators import STREAMS
+from shardwise.graph.custom_operators import RANDOM
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, rename_operands
@@ -28,7 +28,7 @@ from shardwise.graph.schema import arguments
 from shardwise.layouts.choice import ShardPosition, Split
 from shardwise.programs.lower import lowered_by_model
 from shardwise.programs.separate_batches import FIRST, WHOLE, TermGraphs, TermOps, numbered_in_batch, whole_name
-from shardwise.programs.time_axis import FIX, TimeSplit, buffer_names, split_in_time
+from shardwise.programs.time_axis import FIX, TimeSplit, split_in_time
 from shardwise.rules.arguments import replace_arguments
 from shardwise.rules.rule import LocalContext, LocalOpCall, Piece, base_name
 
@@ -48,7 +48,7 @@ def whole_sources(graph: Graph) -> tuple[str, ...]:
 
 def numbers_samples(graph: Graph) -> bool:
     """Return whether a micro-batch uses the indices of its samples in the batch for more than random numbers."""
-    return any(op.target not in STREAMS and op.target != aten.eq.Scalar for op in graph.consumers.get(FIRST, ()))
+    return any(op.target not in RANDOM and op.target != aten.eq.Scalar for op in graph.consumers.get(FIRST, ()))
 
 
 def pass_sizes(batch: int, micro_batch: int) -> tuple[int, ...]:
@@ -96,7 +96,8 @@ class Passes:
         split = splitting(graph)
         sizes = pass_sizes(split.batch, micro_batch)
         graphs = {size: pass_graph(split, size, captured) for size in dict.fromkeys(sizes)}
-        statistics, terms = frozenset(buffer_names(split)), TermGraphs.of(split, captured, graphs)
+        statistics = frozenset(split.graph.source_of[buffer].names[0] for buffer in split.statistics)
+        terms = TermGraphs.of(split, captured, graphs)
         return Passes(sizes, split.prelude_graph, split.prelude, graphs, statistics, terms)
 
     @staticmethod
@@ -244,7 +245,7 @@ class _MicroBatchWriter:
         if split is None:
             return op
         rule = self.split.factored.rules[op.name]
-        if op.target in STREAMS:
+        if op.target in RANDOM:
             return self._numbered(op, split)
         call = LocalOpCall(op.target, op.args, op.kwargs)
         if rule.localize is not None:

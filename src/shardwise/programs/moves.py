@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
 import torch
 
-from shardwise.layouts.conversions import WINDOW_CELLS, Move, collective_of
+from shardwise.layouts.conversions import WINDOW_CELLS, Cell, Move, collective_of
 from shardwise.layouts.holdings import held_rows, num_exchanged, segments
 from shardwise.layouts.layout import Layout, Windows
 from shardwise.programs.forms import Form
@@ -355,7 +356,20 @@ def converted_form(
     moves: Sequence[Move], coordinates: Mapping[str, int], form: Form, *, backward: bool
 ) -> tuple[Form, bool, bool]:
     """Return (form of a tensor after the moves on one rank, whether it shares the operand's memory, whether it is the
-    operand). Results of exchanges are contiguous; local steps run on meta tensors."""
+    operand). Results of exchanges are contiguous; local steps run on meta tensors, once for equal moves."""
+    entries = tuple(move.entry for move in moves)
+    return _converted_form(tuple(moves), entries, tuple(coordinates.items()), form, backward)
+
+
+@lru_cache(maxsize=4096)
+def _converted_form(
+    moves: tuple[Move, ...],
+    entries: tuple[Cell, ...],  # of the moves: part of the key
+    coordinates_of: tuple[tuple[str, int], ...],
+    form: Form,
+    backward: bool,
+) -> tuple[Form, bool, bool]:
+    coordinates = dict(coordinates_of)
     windows = False  # a rank's own rows in a window may be a view of its slice
     tensor = operand = form.with_gradient(False).empty("meta")
     for move in reversed(moves) if backward else moves:

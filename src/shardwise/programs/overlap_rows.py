@@ -43,7 +43,8 @@ def _overlapped(instructions: Sequence[Instruction], products: frozenset[str]) -
         later = [i for i in range(exchange + 1, end) if i not in away]
         free = _independent(instructions, exchange, later, root)
         is_free = set(free)
-        of_products = [i for i in free if _is_product(instructions[i], products)]
+        computes = ((i, one) for i in free if isinstance(one := instructions[i], Compute) and not one.is_view)
+        of_products = [i for i, one in computes if one.origin.op in products]
         shared = [i for i in of_products if i > following]  # which the next exchange could have as well
         taken = [*(i for i in of_products if i < following), *shared[: (len(shared) + 1) // 2]]
         if taken:
@@ -57,10 +58,6 @@ def _overlapped(instructions: Sequence[Instruction], products: frozenset[str]) -
         elif i not in away:
             order.append(instruction)
     return tuple(order)
-
-
-def _is_product(instruction: Instruction, products: frozenset[str]) -> bool:
-    return isinstance(instruction, Compute) and instruction.origin.op in products and not instruction.is_view
 
 
 def _independent(

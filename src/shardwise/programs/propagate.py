@@ -64,7 +64,8 @@ class Propagation:
     where it is stored. ``run`` fills in both; entries that exist before are fixed.
 
     ``movable``: sources whose storage follows their consumers (parameters). ``closed``: (op, axis) pairs that replicate
-    the work on an axis instead of following their operands. ``scatter``: whether partial sums may be scattered if
+    the work on an axis instead of following their operands. ``inside``: operators that follow a constraint inside their
+    scope, and no operator outside of it. ``scatter``: whether partial sums may be scattered if
     nothing else asks for a split (not inside lowerings, whose sums are small and needed whole).
     """
 
@@ -75,6 +76,7 @@ class Propagation:
     sources: dict[str, dict[str, Where]] = field(default_factory=dict)
     movable: frozenset[str] = frozenset()
     closed: frozenset[tuple[str, str]] = frozenset()
+    inside: frozenset[str] = frozenset()
     scatter: bool = False
 
     def run(self) -> dict[str, Strategy]:
@@ -190,6 +192,7 @@ class Propagation:
                 continue
             split = places.split_of_result(index, place)
             is_open = (producer.name, axis) not in self.closed
+            is_open &= producer.name not in self.inside or producer.scope == op.scope
             fits = split is not None and is_open and self._fits(producer, split, axis)
             makers.append((producer, split if fits else None))
         return makers
@@ -246,8 +249,10 @@ class Propagation:
         if "R" in operands:  # inside a lowering: stay replicated, else a split consumer would pay a conversion
             candidates.append(REPLICATED)
         candidates.append(INVARIANT)
+        # A partial sum is passed on to a single consumer only, because every consumer would reduce it.
+        passes_on = len(op.results) == 1 and len(self.graph.consumers[op.results[0]]) == 1
         for group, members in enumerate(rule.linear):
-            if any(operands[i] == "P" for i in members) and self._passes_on(op):
+            if passes_on and any(operands[i] == "P" for i in members):
                 candidates.append(PassSum(group))
         return min(candidates, key=lambda choice: self._cost(op, axis, choice, operands))
 
@@ -270,11 +275,6 @@ class Propagation:
             if parts == 1 and first is None:
                 first = split
         return first
-
-    def _passes_on(self, op: Op) -> bool:
-        """Return whether an operator may pass a partial sum on: only with a single consumer, because every consumer
-        would reduce it."""
-        return len(op.results) == 1 and len(self.graph.consumers[op.results[0]]) == 1
 
     def _cost(self, op: Op, axis: str, choice: AxisChoice, operands: list[Where | None]) -> float:
         """Return the bytes that operands move for a choice. Halo rows (windows) count as zero: they are fewer than any

@@ -97,25 +97,36 @@ def mark_overwrites_of_backward(program: RankProgram) -> RankProgram:
 
 
 def _marked(instructions: Sequence[Instruction], protected: set[str]) -> tuple[Instruction, ...]:
+    free = _free_operands(instructions, protected)
+    return tuple(
+        replace(instruction, overwrites=i in free)
+        if isinstance(instruction, (Convert, Depart)) and instruction.overwrites != (i in free)
+        else instruction
+        for i, instruction in enumerate(instructions)
+    )
+
+
+def _free_operands(instructions: Sequence[Instruction], protected: set[str]) -> set[int]:
+    """Return the positions of the exchanges that may use their operand's memory."""
+    reducing = {
+        i: instruction.operands[0]
+        for i, instruction in enumerate(instructions)
+        if isinstance(instruction, (Convert, Depart))
+        and len(instruction.operands) == 1
+        and [message.kind for message in sent_by(instruction)][:1] == ["all_reduce"]
+    }
+    if not reducing:
+        return set()
     root = memories(instructions, protected)
     results = {name for instruction in instructions for name in instruction.results}
     kept = {root.get(name, name) for name in protected}
+    memory_of = {i: root.get(name, name) for i, name in reducing.items()}
+    memory_of = {i: memory for i, memory in memory_of.items() if memory in results and memory not in kept}
     arrivals = {instruction.flight: i for i, instruction in enumerate(instructions) if isinstance(instruction, Arrive)}
-    ends = [  # the last position at which an instruction reads: a departure reads until its arrival
-        arrivals.get(instruction.flight, i) if isinstance(instruction, Depart) else i
-        for i, instruction in enumerate(instructions)
-    ]
-    reads: dict[str, dict[int, int]] = {}  # memory -> reader -> its last read
+    reads: dict[str, dict[int, int]] = {memory: {} for memory in memory_of.values()}  # reader -> its last read
     for i, instruction in enumerate(instructions):
+        end = arrivals.get(instruction.flight, i) if isinstance(instruction, Depart) else i  # it reads until it arrives
         for name in instruction.operands:
-            reads.setdefault(root.get(name, name), {})[i] = ends[i]
-    marked: list[Instruction] = []
-    for i, instruction in enumerate(instructions):
-        if isinstance(instruction, (Convert, Depart)) and len(instruction.operands) == 1:
-            memory = root.get(instruction.operands[0], instruction.operands[0])
-            reduces = [message.kind for message in sent_by(instruction)][:1] == ["all_reduce"]
-            others = (end for reader, end in reads[memory].items() if reader != i)
-            free = reduces and memory in results and memory not in kept and all(end < i for end in others)
-            instruction = replace(instruction, overwrites=free)
-        marked.append(instruction)
-    return tuple(marked)
+            if (memory := root.get(name, name)) in reads:
+                reads[memory][i] = end
+    return {i for i, memory in memory_of.items() if all(end < i for j, end in reads[memory].items() if j != i)}

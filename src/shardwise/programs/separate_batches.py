@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import PlanError, listed
-from shardwise.graph.custom_operators import STREAMS
+from shardwise.graph.custom_operators import RANDOM
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs, needed_for, rename_operands
 from shardwise.graph.loss_terms import cut_terms, term_graph
@@ -51,7 +51,7 @@ def numbered_in_batch(alone: Graph, whole: Graph, batch: int) -> Graph:
 def _numbered(op: Op, alone: Graph, whole: Graph, batch: int) -> Op:
     """Return an operator of a separate micro-batch; a random one indexes its elements as in the whole batch."""
     twin = whole.op_by_name.get(op.name)
-    if op.target not in STREAMS or twin is None:
+    if op.target not in RANDOM or twin is None:
         return op
     shape, full = (graph.by_name[of.results[0]].shape for graph, of in ((alone, op), (whole, twin)))
     differing = [dim for dim, (part, size) in enumerate(zip(shape, full, strict=True)) if part != size]
@@ -59,6 +59,7 @@ def _numbered(op: Op, alone: Graph, whole: Graph, batch: int) -> Op:
         return op
     dim = differing[0]
     changes: dict[str, Any] = {"sizes": full, "offsets": (0,) * len(full), "lengths": shape}
+    changes |= {"columns": arguments(twin)["columns"]} if "columns" in arguments(twin) else {}
     call = replace_arguments(op, **changes, first=Ref(FIRST), stride=full[dim] // batch * prod(full[dim + 1 :]))
     return replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
 
@@ -151,7 +152,7 @@ class TermOps:
             rule = split.factored.rules.get(op.name)
             key = _numbers if rule is None or rule.localize is None else _numbers_but_sizes
             is_same = twin is None or twin.target != op.target or key(twin) == key(op)
-            if whole.intersection(op.operands) or not (is_same or op.target in STREAMS):
+            if whole.intersection(op.operands) or not (is_same or op.target in RANDOM):
                 terms = listed([name for _, name in split.whole_graph.terms])
                 raise PlanError(
                     f"per_micro_batch: {op.name} depends on the size of the batch, or on a sum over it. Both {terms} "

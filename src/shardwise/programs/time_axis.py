@@ -21,7 +21,7 @@ The axis needs no size: operators do the same along it for every length.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from shardwise.errors import PlanError
@@ -290,8 +290,3 @@ def _of_user(op: Op) -> str:
 def _refusal(op: Op, why: str) -> PlanError:
     name = _of_user(op)
     return PlanError(f"the step is not a sum over micro-batches: {name} {why}", op=name, source=op.source, fix=FIX)
-
-
-def buffer_names(split: TimeSplit) -> Iterator[str]:
-    """Return the names of the buffers that every micro-batch writes."""
-    return (split.graph.source_of[buffer].names[0] for buffer in split.statistics)

@@ -114,7 +114,9 @@ class VjpCache:
 
     def forward(self, call: Call, operands: tuple[Form, ...]) -> ForwardTrace:
         key = typed_key(call), operands, self.device
-        kind = self._forward.get(key) or _FORWARD.get(call[0], key)
+        if (kind := self._forward.get(key)) is not None:
+            return kind
+        kind = _FORWARD.get(call[0], key)
         if kind is None:
             traced = self._traced[key] = _TracedKernels(call, operands, self.device)
             kind = traced.forward()
@@ -126,7 +128,9 @@ class VjpCache:
         """Return the backward of a call. ``cotangents``: forms of the results' cotangents, None if there is none."""
         of_forward = typed_key(call), operands, self.device
         key = of_forward, cotangents
-        kind = self._backward.get(key) or _BACKWARD.get(call[0], key)
+        if (kind := self._backward.get(key)) is not None:
+            return kind
+        kind = _BACKWARD.get(call[0], key)
         if kind is None:
             try:
                 traced = self._traced.pop(of_forward, None) or _TracedKernels(call, operands, self.device)
@@ -294,7 +298,7 @@ class _TracedKernels:
             if not of_results or not differentiable:
                 return BackwardTrace((), none, none, (), True)
             results, given = zip(*of_results, strict=True)
-            with recorder:
+            with recorder, torch.autograd.set_detect_anomaly(False):  # which fake tensors would end
                 derivatives = iter(torch.autograd.grad(results, differentiable, given, allow_unused=True))
             gradients = [next(derivatives) if tensor.requires_grad else None for tensor in self.inputs]
             names = tuple(None if gradient is None else recorder.name_of(gradient) for gradient in gradients)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from shardwise.programs.invariants import check_program
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.micro_batches import values_of_step
 from shardwise.programs.program import localize
-from shardwise.programs.rank_program import RankProgram, delivered_values
+from shardwise.programs.rank_program import RankProgram, delivered_values, part_of
 from shardwise.programs.split_backward import split_backward
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.vjp import VjpCache
@@ -155,9 +155,7 @@ class VirtualRanks:
     def _divided(self, program: RankProgram) -> GradAccumProgram:
         """Return the part of every micro-batch and the parts done once per step."""
         if self.start.returns_outputs:
-            nothing = replace(
-                program, forward=(), backward=(), saved=(), delivered=(), mutations=(), cotangents=(), gradients={}
-            )
+            nothing = part_of(program)
             return GradAccumProgram(nothing, program, nothing)
         parts = repeated(program)
         for part in (parts.ahead, parts.each, parts.behind):

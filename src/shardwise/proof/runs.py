@@ -113,6 +113,7 @@ class OneDevice:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         inputs = self.start.inputs
+        asked = [leaf.requires_grad for leaf in inputs.values()]
         for leaf in inputs.values():
             leaf.grad = None
         values = self._run(step)
@@ -121,8 +122,9 @@ class OneDevice:
                 if parameter.grad.is_sparse:  # ranks have dense gradients, and not all optimizers accept sparse ones
                     parameter.grad = parameter.grad.to_dense()
                 values["gradient", name] = parameter.grad.clone()
-        for name, leaf in inputs.items():
-            if leaf.grad is not None:
+        for (name, leaf), was_asked in zip(inputs.items(), asked, strict=True):
+            leaf.requires_grad_(was_asked)  # forward may have set it, to differentiate by an input itself
+            if leaf.grad is not None and was_asked:
                 values["gradient", name] = leaf.grad.clone()
         for name, buffer in self.module.named_buffers():
             if name in self.start.passes.statistics and name.rpartition(".")[2] == "num_batches_tracked":

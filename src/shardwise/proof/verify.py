@@ -184,8 +184,8 @@ def verify(
         args, named = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, named))
     call = Example.of(plan, module, (args, named), loss)
     captured = capture(
-        module, args, named, loss=loss, precision=plan.precision, input_gradients=True, per_micro_batch=plan.terms
-    )
+        module, args, named, loss=loss, precision=plan.precision, input_gradients=True, heads=plan.fused_heads
+    ).with_terms(plan.terms)
     verification = _Verification(plan, captured, call)
     return verification.report(steps, tolerance, seed)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.graph.ir import Ref
+from shardwise.graph.schema import run_call
 from shardwise.layouts.conversions import Collective, Move, collective_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
@@ -200,16 +200,8 @@ def run_backward(
 
 def compute(instruction: Compute, values: Values) -> None:
     """Run a kernel on the values of a rank."""
-
-    def fill(arg: Any) -> Any:
-        if isinstance(arg, Ref):
-            return values[arg.name]
-        return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
-
     try:
-        returned = instruction.target(
-            *map(fill, instruction.args), **{key: fill(value) for key, value in instruction.kwargs}
-        )
+        returned = run_call(instruction, values.__getitem__)
     except Exception as error:
         error.add_note(f"in {instruction.origin}")
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from io import StringIO
 from math import inf
@@ -36,16 +36,8 @@ class Change(NamedTuple):
     after: str
 
 
-@dataclass(frozen=True, slots=True)
-class WhatIf:
-    """The best plan with one choice changed. ``changed``: every choice that differs from the chosen plan."""
-
-    prediction: Prediction
-    changed: tuple[Change, ...]
-
-
-class RankedPlan(NamedTuple):
-    """The prediction for a plan, and its choices that differ from the chosen plan."""
+class WhatIf(NamedTuple):
+    """A plan of the searched space. ``changed``: every choice that differs from the chosen plan."""
 
     prediction: Prediction
     changed: tuple[Change, ...]
@@ -56,14 +48,12 @@ class PlanRanking:
     """The chosen plan, then the others in the order of their additive price. ``exact``: they are proven to be the best
     of all plans; otherwise they are the best of those that were enumerated."""
 
-    plans: tuple[RankedPlan, ...]
+    plans: tuple[WhatIf, ...]
     exact: bool
 
     def __str__(self) -> str:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for title in ("", "additive price", "vs. chosen", "compute", "exposed", "traffic", "memory"):
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("differs in", overflow="fold")
+        titles = ("", "additive price", "vs. chosen", "compute", "exposed", "traffic", "memory", "differs in")
+        table = empty_table(titles, folded="differs in")
         first = self.plans[0].prediction
         for number, plan in enumerate(self.plans, 1):
             prediction = plan.prediction
@@ -80,6 +70,17 @@ class PlanRanking:
             )
         what = "proven to be the best of all plans" if self.exact else "the best that were found, not proven"
         return f"{format_table(table, WIDTH)}\nby additive price after the chosen plan; {what}"
+
+
+def empty_table(titles: Iterable[str], *, left: Collection[str] = (), folded: str = "") -> Table:
+    """Return a table without rows. ``left``: titles of texts; ``folded``: that of texts that take several lines."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in titles:
+        if title == folded:
+            table.add_column(title, overflow="fold")
+        else:
+            table.add_column(title, justify="left" if title in left else "right", no_wrap=True)
+    return table
 
 
 def format_table(table: Table, width: int) -> str:
@@ -124,7 +125,7 @@ def top(search: MeshSearch, k: int) -> PlanRanking:
     others = sorted((values for values in price_of if values != chosen), key=lambda values: price_of[values])
     return PlanRanking(
         tuple(
-            RankedPlan(search.prediction(list(values)), tuple(_differences(search, list(chosen), list(values))))
+            WhatIf(search.prediction(list(values)), tuple(_differences(search, list(chosen), list(values))))
             for values in [chosen, *others][:k]
         ),
         exact,

@@ -1,132 +1,122 @@
-"""The geometry of the page's charts: a timeline, memory over a step, and the schedule of a pipeline."""
+"""The data of the page's charts: timelines, memory over a step, and the schedule of a pipeline.
+
+A timeline is rows of boxes. A box is [row, start, seconds, part, name, bytes]: ``start`` counts parts of ``UNITS`` of
+the whole width, ``part`` and ``name`` are numbers in lists of texts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from shardwise.costs.ledger import CATEGORIES, Peak
 from shardwise.costs.pipeline_simulation import Order, SimulatedPipeline, StageSeconds
 from shardwise.costs.timeline import Event
-from shardwise.costs.trace import stream_name
-from shardwise.layouts.mesh import Mesh
-from shardwise.plans.quantities import format_bytes, format_parts, format_seconds
+from shardwise.plans.quantities import format_seconds
 
-MOST_EVENTS = 2000
+MOST_EVENTS = 8000
 MOST_POINTS = 300  # of the chart of memory over the step
 MOST_ACTIONS = 4000
 MOST_PLACES = 32
-WIDTH = 1000  # of a chart, in SVG units
-ROW = 22
-HEIGHT = 240  # of the chart of memory over the step
+UNITS = 1_000_000
+LEAST_WAIT = 1e-3  # of a step, for a box
 
 
-def timeline(events: Sequence[Event], seconds: float, mesh: Mesh, *, most: int = MOST_EVENTS) -> dict[str, Any]:
-    """Return one row of boxes per stream, with at most the ``most`` longest events."""
+def timeline(
+    events: Sequence[Event], seconds: float, title: Callable[[tuple[str, ...]], str], *, most: int = MOST_EVENTS
+) -> dict[str, Any]:
+    """Return one row of boxes per stream, with the ``most`` longest events and the waits of operators."""
     longest = sorted(events, key=lambda event: -event.seconds)[:most]
-    scale = WIDTH / seconds if seconds else 0.0
+    streams = sorted({event.stream for event in events})
     rows = []
-    for stream in sorted({event.stream for event in events}):
-        on_stream = sorted((event for event in longest if event.stream == stream), key=lambda event: event.start)
+    for stream in streams:
         busy = sum(event.seconds for event in events if event.stream == stream)
-        rows.append((stream_name(stream, mesh), format_seconds(busy), list(_boxes(on_stream, scale))))
+        rows.append((title(stream), format_seconds(busy)))
+    placed = [*longest, *_waits(events, seconds, title)]
+    boxes = [(streams.index(event.stream), event) for event in sorted(placed, key=lambda event: event.start)]
     notes = [] if len(longest) == len(events) else [f"the longest {len(longest):,} of {len(events):,} events"]
-    return _chart(rows, seconds, notes)
+    return _chart(rows, boxes, seconds, notes)
 
 
-def _chart(rows: Sequence[tuple[str, str, list[dict[str, Any]]]], seconds: float, notes: list[str]) -> dict[str, Any]:
-    """Return a chart of rows: (name, how long it is busy, boxes)."""
+def _waits(events: Sequence[Event], seconds: float, title: Callable[[tuple[str, ...]], str]) -> Iterable[Event]:
+    """Yield the gaps between operators, named by the message or copy that ends with the gap."""
+    operators = sorted((event for event in events if not event.stream), key=lambda event: event.start)
+    others = [event for event in events if event.stream]
+    for before, after in pairwise([Event("", "", (), 0.0, 0.0), *operators]):
+        start = before.start + before.seconds
+        if after.start - start < LEAST_WAIT * seconds:
+            continue
+        near = 0.1 * (after.start - start)
+        awaited = [event for event in others if abs(event.start + event.seconds - after.start) < near]
+        cause = f"{awaited[-1].name}, {title(awaited[-1].stream)}" if awaited else "a message, or the host"
+        yield Event(f"operators wait for {cause}", "waits", (), start, after.start - start)
+
+
+def _chart(
+    rows: Iterable[tuple[str, str]], boxes: Sequence[tuple[int, Event]], seconds: float, notes: list[str]
+) -> dict[str, Any]:
+    """Return a chart of rows, (name, how long it is busy), with events as boxes in rows."""
+    parts: dict[str, int] = {}
+    names: dict[str, int] = {}
+    scale = UNITS / seconds if seconds else 0.0
     return {
-        "rows": [
-            {"name": name, "busy": busy, "y": number * ROW, "boxes": boxes}
-            for number, (name, busy, boxes) in enumerate(rows)
+        "boxes": [
+            (
+                row,
+                round(event.start * scale),
+                float(f"{event.seconds:.4g}"),
+                parts.setdefault(event.part, len(parts)),
+                names.setdefault(event.name, len(names)),
+                event.num_bytes,
+            )
+            for row, event in boxes
         ],
-        "height": len(rows) * ROW,
-        "width": WIDTH,
+        "rows": list(rows),
+        "parts": list(parts),
+        "names": list(names),
+        "seconds": seconds,
         "total": format_seconds(seconds),
         "shown": ", ".join(notes),
     }
 
 
-def place_rows(places: Sequence[Sequence[Event]], seconds: float) -> dict[str, Any]:
-    """Return a row of boxes per pipeline rank, one box per action. If there are too many actions, show the first."""
-    scale, shown = WIDTH / seconds if seconds else 0.0, places[:MOST_PLACES]
+def place_rows(places: Sequence[Sequence[Event]], seconds: float, busy: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a row of boxes per pipeline rank, one box per action. If there are too many actions, show the first.
+    ``busy``: a text for every rank; left out: how long its actions take."""
+    shown = places[:MOST_PLACES]
     most = max(MOST_ACTIONS // max(len(shown), 1), 1)
-    rows = []
-    for place, events in enumerate(shown):
-        busy = format_seconds(sum(event.seconds for event in events))
-        rows.append((f"pipeline rank {place}", busy, list(_boxes(events[:most], scale))))
+    texts = busy or [format_seconds(sum(event.seconds for event in events)) for events in shown]
+    rows = [(f"pipeline rank {place}", texts[place]) for place in range(len(shown))]
+    boxes = [(place, event) for place, events in enumerate(shown) for event in events[:most]]
     notes = [f"the first {len(shown)} of {len(places)} pipeline ranks"] if len(shown) < len(places) else []
     notes += [f"the first {most:,} actions of each"] if any(len(events) > most for events in shown) else []
-    return _chart(rows, seconds, notes)
-
-
-def _boxes(events: Sequence[Event], scale: float) -> Iterator[dict[str, Any]]:
-    for event in events:
-        size = f", {format_bytes(event.num_bytes)}" if event.num_bytes else ""
-        says = f"{event.part} of {event.name}: {format_seconds(event.seconds)}{size}"
-        yield _box(event.start * scale, event.seconds * scale, event.part.partition(" ")[0], says)
-
-
-def _box(x: float, width: float, part: str, says: str) -> dict[str, Any]:
-    return {"x": f"{x:.2f}", "width": f"{max(width, 0.3):.2f}", "part": part, "says": says}
-
-
-def memory_over(over: Sequence[Peak], peak: Peak, *, most: int = MOST_POINTS) -> dict[str, Any]:
-    """Return the memory in use at every operator, stacked by kind. If there are more than ``most`` operators, every
-    point is the maximum over a run of neighbours. ``peak``: the maximum, which scales the chart."""
-    size = -(-len(over) // most)
-    points = [max(over[i : i + size], key=lambda moment: moment.num_bytes) for i in range(0, len(over), size)]
-    whole = peak.num_bytes or 1
-    wide = WIDTH / max(len(points), 1)
-    base = [0.0] * len(points)
-    layers = []
-    for name in CATEGORIES:
-        if not any(moment.parts.get(name, 0) for moment in points):
-            continue
-        top = [low + moment.parts.get(name, 0) * HEIGHT / whole for low, moment in zip(base, points, strict=True)]
-        layers.append({"name": name, "path": _area(base, top, wide)})
-        base = top
-    at = next((i for i, moment in enumerate(points) if moment.num_bytes == peak.num_bytes), len(points) - 1)
-    backward = next((i for i, moment in enumerate(points) if moment.phase != "forward"), len(points))
-    return {
-        "layers": layers,
-        "width": WIDTH,
-        "height": HEIGHT,
-        "most": format_bytes(peak.num_bytes),
-        "at": f"{(at + 0.5) * wide:.2f}",
-        "backward": f"{backward * wide:.2f}",
-        "points": [
-            {
-                "x": f"{i * wide:.2f}",
-                "width": f"{wide:.2f}",
-                "says": f"{moment.where}: {format_bytes(moment.num_bytes)} ({format_parts(moment)})",
-            }
-            for i, moment in enumerate(points)
-        ],
-    }
-
-
-def _area(low: Sequence[float], high: Sequence[float], wide: float) -> str:
-    """Return a closed SVG path with steps (y runs down)."""
-    up = [f"{x * wide:.1f},{HEIGHT - y:.1f}" for i, y in enumerate(high) for x in (i, i + 1)]
-    down = [f"{x * wide:.1f},{HEIGHT - y:.1f}" for i, y in reversed([*enumerate(low)]) for x in (i + 1, i)]
-    return "M" + "L".join([*up, *down]) + "Z"
+    return _chart(rows, boxes, seconds, notes)
 
 
 def schedule_rows(order: Order, step: SimulatedPipeline, stages: Sequence[StageSeconds]) -> dict[str, Any]:
     """Return a row per pipeline rank: its actions, with their micro-batches and times."""
-    scale = WIDTH / step.seconds if step.seconds else 0.0
-    rows = []
-    shown, count = min(len(order), MOST_PLACES), sum(map(len, order[:MOST_PLACES]))
-    keep = 1.0 if count <= MOST_ACTIONS else MOST_ACTIONS / count
-    for place, (actions, starts) in enumerate(zip(order[:shown], step.starts, strict=False)):
-        boxes = []
-        for action, start in [*zip(actions, starts, strict=True)][: int(len(actions) * keep)]:
-            seconds = stages[action.stage].of(action.kind)
-            says = f"stage {action.stage}: {action}, {format_seconds(seconds)} from {format_seconds(start)}"
-            boxes.append(_box(start * scale, seconds * scale, action.kind, says))
-        rows.append((f"pipeline rank {place}", f"idle {step.bubble(place):.1%}", boxes))
-    notes = [f"the first {shown} of {len(order)} pipeline ranks"] if shown < len(order) else []
-    notes += [f"the first {keep:.0%} of the actions of each"] if keep < 1 else []
-    return _chart(rows, step.seconds, notes)
+    places = [
+        [
+            Event(f"stage {a.stage}, micro-batch {a.micro_batch}", a.kind, (), start, stages[a.stage].of(a.kind))
+            for a, start in zip(actions, starts, strict=True)
+        ]
+        for actions, starts in zip(order, step.starts, strict=True)
+    ]
+    return place_rows(places, step.seconds, [f"idle {step.bubble(place):.1%}" for place in range(len(places))])
+
+
+def memory_over(over: Sequence[Peak], peak: Peak, *, most: int = MOST_POINTS) -> dict[str, Any]:
+    """Return the memory in use at every operator, by kind. If there are more than ``most`` operators, every point is
+    the maximum over a run of neighbours. ``peak``: the maximum."""
+    size = -(-len(over) // most) or 1
+    points = [max(over[i : i + size], key=lambda moment: moment.num_bytes) for i in range(0, len(over), size)]
+    kinds = [name for name in CATEGORIES if any(moment.parts.get(name, 0) for moment in (*points, peak))]
+    return {
+        "kinds": kinds,
+        "points": [(moment.where, [moment.parts.get(name, 0) for name in kinds]) for moment in points],
+        "peak": [peak.parts.get(name, 0) for name in kinds],
+        "at": next((i for i, moment in enumerate(points) if moment.num_bytes == peak.num_bytes), len(points) - 1),
+        "backward": next((i for i, moment in enumerate(points) if moment.phase != "forward"), len(points)),
+        "where": peak.where,
+    }

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.prediction import between
 from shardwise.costs.timeline import SimulatedStep
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_interval_seconds, format_seconds
-from shardwise.report.alternatives import format_table
+from shardwise.report.alternatives import empty_table, format_table
 
 WIDTH = 240
 
@@ -60,10 +57,8 @@ class Comparison:
         return min(planned, key=lambda row: row.step.seconds if row.step else 0.0, default=None)
 
     def __str__(self) -> str:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for title in ("search", "planned in", "mesh", "simulated step", "compute", "exposed", "communication", "peak"):
-            table.add_column(title, justify="left" if title in ("search", "mesh") else "right", no_wrap=True)
-        table.add_column("price gap", justify="right", no_wrap=True)
+        titles = ("search", "planned in", "mesh", "simulated step", "compute", "exposed", "communication", "peak")
+        table = empty_table((*titles, "price gap"), left=("search", "mesh"))
         faults = []
         for row in self.rows:
             if row.plan is None or row.step is None:

@@ -1,51 +1,22 @@
-"""The shards of every tensor on a grid of devices, for the page."""
+"""Which device holds which part of a tensor, for the page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 from shardwise.layouts.layout import Layout, Ranges
-from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
 from shardwise.plans.printing import merged_tensors
 
-MOST_DEVICES = 128  # shown in a grid
 MOST_LISTED = 16  # ranks listed in a table row
 MOST_UNEVEN = 4096  # devices whose shard sizes are computed one by one, if layouts are uneven
 
-
-@dataclass(frozen=True)
-class Grid:
-    """The shown devices of a stage: ``ranks`` row by row, ``columns`` per row; ``caption`` describes them."""
-
-    ranks: tuple[int, ...]
-    columns: int
-    caption: str
-
-    @staticmethod
-    def of(mesh: Mesh) -> Grid:
-        """Return a grid of all devices, or of the first ones along every axis if there are too many."""
-        shown = [size for _, size in mesh.axes]
-        while prod(shown) > MOST_DEVICES:
-            longest = shown.index(max(shown))
-            shown[longest] = max(1, shown[longest] // 2)
-        strides = [prod(size for _, size in mesh.axes[i + 1 :]) for i in range(len(shown))]
-        ranks = [0]
-        for count, stride in zip(shown, strides, strict=True):
-            ranks = [rank + i * stride for rank in ranks for i in range(count)]
-        axes = " x ".join(f"{name} {n} of {size}" for n, (name, size) in zip(shown, mesh.axes, strict=True))
-        what = "every device" if len(ranks) == mesh.num_devices else f"{len(ranks)} of {mesh.num_devices:,} devices"
-        along = mesh.axes[-1][0] if mesh.axes else ""
-        caption = f"{what} ({axes}); a row runs along {along}" if along else what
-        return Grid(tuple(ranks), shown[-1] if shown else 1, caption)
+Piece = tuple[int, list[tuple[int, int]], list[str]]
 
 
 def device_grid(stage: Stage) -> dict[str, Any]:
-    """Return the grid of a stage, its tensors, and for every layout the shard on each device with its indices."""
-    grid = Grid.of(stage.mesh)
+    """Return the tensors of a stage, and for every layout how many ranks hold shards of which shape."""
     names = {entry.layout: entry.name for entry in (*stage.inputs, *stage.parameters, *stage.buffers)}
     layouts = list(names)
     tensors = [
@@ -54,41 +25,24 @@ def device_grid(stage: Stage) -> dict[str, Any]:
         for name, text in merged_tensors(entries)
     ]
     parsed = [stage.layouts[name] for name in names.values()]
-    placed = stage.placement.ranks
-    return {
-        "columns": grid.columns,
-        "caption": grid.caption,
-        "ranks": [placed[rank] for rank in grid.ranks],
-        "tensors": tensors,
-        "held": [_ranks_by_shape(layout, placed) for layout in parsed],
-        "shards": [_shards(layout, grid) for layout in parsed],
-    }
+    return {"tensors": tensors, "held": [_ranks_by_shape(layout, stage.placement.ranks) for layout in parsed]}
 
 
-def _shards(layout: Layout, grid: Grid) -> dict[str, Any]:
-    """Return ``of``, the number of the shard on every device, and ``what``, the indices of every shard."""
-    numbers: dict[str, int] = {}
-    shard_of = [
-        numbers.setdefault(_indices(layout, layout.mesh.coordinates(rank)), len(numbers)) for rank in grid.ranks
+def pieces_of(layout: Layout) -> list[list[Piece]]:
+    """Return for every atom of every dim its size, the (stride, size) of the sub-axes that split it, and, if its
+    parts are uneven windows, their indices as texts. The device at position ``p`` of the mesh holds part ``i`` of the
+    atom, where ``i = i * size + p // stride % size`` over the sub-axes: elements ``i * size // count`` up to those of
+    the next part."""
+    strides: dict[str, tuple[int, int]] = {}
+    stride = 1
+    for axis in reversed(layout.mesh.sub_axes):
+        strides[axis] = stride, layout.mesh.sizes[axis]
+        stride *= layout.mesh.sizes[axis]
+    windows = {(window.dim, window.atom): [*map(_ranges, window.ranges)] for window in layout.windows}
+    return [
+        [(atom.size, [strides[axis] for axis in atom.axes], windows.get((d, i), [])) for i, atom in enumerate(dim)]
+        for d, dim in enumerate(layout.dims)
     ]
-    return {"of": shard_of, "what": list(numbers)}
-
-
-def _indices(layout: Layout, coordinates: Mapping[str, int]) -> str:
-    """Format indices as ``[0:16, :]``. A dim that is a product of atoms has a range for each: ``[: x 0:8, :]``."""
-    windows = {(window.dim, window.atom): window for window in layout.windows}
-    dims = []
-    for d, dim in enumerate(layout.dims):
-        parts = []
-        for i, atom in enumerate(dim):
-            window = windows.get((d, i))
-            if window is not None:
-                parts.append(_ranges(window.ranges[layout.index_along(d, i, coordinates)]))
-            else:
-                start, length = layout.atom_pieces(d, i, coordinates)
-                parts.append(":" if length == atom.size else f"{start}:{start + length}")
-        dims.append(" x ".join(parts))
-    return f"[{', '.join(dims)}]"
 
 
 def _ranges(ranges: Ranges) -> str:

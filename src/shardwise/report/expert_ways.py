@@ -6,15 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from shardwise.errors import PlanError
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Op
 from shardwise.layouts.choice import BY_KEY, AxisChoice, Split
 from shardwise.plans.quantities import format_bytes, format_seconds
-from shardwise.report.alternatives import WIDTH, format_table
+from shardwise.report.alternatives import WIDTH, empty_table, format_table
 from shardwise.report.explain import find_variable, step_bounds, text_of
 from shardwise.rules.rule import base_name
 from shardwise.search.auto import MeshSearch, best_completion
@@ -72,12 +70,9 @@ class ExpertWays:
     imbalance: float
 
     def __str__(self) -> str:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        table.add_column("first product of the experts", overflow="fold")
-        for title in ("", "way", "strategy"):
-            table.add_column(title, no_wrap=True)
-        for title in ("price", "compute", "exposed", "traffic", "memory"):
-            table.add_column(title, justify="right", no_wrap=True)
+        first, texts = "first product of the experts", ("", "way", "strategy")
+        titles = (first, *texts, "price", "compute", "exposed", "traffic", "memory")
+        table = empty_table(titles, left=texts, folded=first)
         for layer in self.layers:
             more = len(layer.names) - 1
             name = layer.names[0] + (f" and {more} more like it" if more else "")

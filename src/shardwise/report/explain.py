@@ -86,7 +86,8 @@ class Alternative:
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """The alternatives of one choice, best first. ``alone``: the cheapest one without neighbours. ``decided_by``: the
-    neighbour that made the choice, by ``favour`` seconds over ``alone``; empty if the choice is as cheap alone."""
+    neighbour that made the choice, by ``favour`` seconds over ``alone``; empty if the choice is as cheap alone.
+    ``tie``: what the plan is slower than, if it was taken for being plainer."""
 
     name: str
     kind: str
@@ -94,6 +95,7 @@ class Explanation:
     alone: str
     decided_by: str
     favour: float
+    tie: str = ""
 
     @property
     def chosen(self) -> Alternative:
@@ -113,6 +115,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.kind} {self.name}: {self.chosen.choice}", f"  {self.reason}"]
+        lines += [f"  the plan is {self.tie}"] * bool(self.tie)
         for alternative in self.shown:
             mark = "*" if alternative.chosen else " "
             lines.append(

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
-from shardwise.plans.printing import merged_operators
+from shardwise.plans.printing import merged_operators, owner_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.explain import Explanation
 
@@ -21,7 +21,9 @@ _AXES = re.compile(r"@(\([\w.,]+\)|[\w.]+)|(replicated|partial)\(([^)]*)\)")
 @dataclass
 class Row:
     """A row of equal operators. ``types``: those of the results; ``reads``: the operators whose results the first one
-    reads; ``seconds``: the sum over a pass; ``why``: the alternatives, or the reason that there are none."""
+    reads; ``seconds``: the sum over a pass; ``why``: the alternatives, or the reason that there are none;
+    ``messages``: the conversions that send something, as (row or tensor, communication, bytes, axes); ``members``: the
+    operators."""
 
     name: str
     strategy: str
@@ -33,6 +35,8 @@ class Row:
     seconds: float | None = None
     source: str = ""
     why: Mapping[str, Any] | None = None
+    messages: tuple[tuple[str, str, int, list[str]], ...] = ()
+    members: tuple[str, ...] = ()
 
     @property
     def time(self) -> str:
@@ -73,6 +77,15 @@ def rows_of(
     merged, delivered = merged_operators(stage, buckets=False)
     sources = {entry.name: entry.source for entry in stage.operators}
     home = {member: row[0] for row, members in merged for member in members}
+    names, messages = set(home), dict[str, list[tuple[str, str, int, list[str]]]]()
+    for entry in stage.conversions or ():
+        if sent := (*entry.forward, *entry.backward):
+            text = f"{entry.source} -> {entry.target}    {entry.communication}"
+            axes = axes_in(" ".join(f"@{collective.axes}" for collective in sent))
+            size = sum(collective.num_bytes for collective in sent)
+            messages.setdefault(owner_of(entry.op, names), []).append(
+                (home.get(entry.value, entry.value), text, size, axes)
+            )
     rows = []
     for (name, strategy, rule, *conversions), members in merged:
         first = members[0]
@@ -89,6 +102,8 @@ def rows_of(
                 seconds_of_row,
                 sources.get(first, ""),
                 why(first),
+                tuple(messages.get(first, ())),
+                tuple(members),
             )
         )
     return rows, [line.strip() for line in delivered]
@@ -122,6 +137,12 @@ def alternatives(explanation: Explanation) -> dict[str, Any]:
             for alternative in explanation.shown
         ],
     }
+
+
+def axes_in(text: str) -> list[str]:
+    """Return the mesh axes of a strategy or layout that split something."""
+    split = (match[1] for match in _AXES.finditer(text) if match[1])
+    return list(dict.fromkeys(name for axes in split for name in re.findall(r"[A-Za-z_]\w*", axes)))
 
 
 def mark_axes(text: str, meshes: Sequence[Mesh]) -> Markup:

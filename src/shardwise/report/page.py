@@ -7,14 +7,16 @@ by keyboard and shows shards on the device grid. Words, numbers and patterns dis
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.ledger import Peak
@@ -26,32 +28,17 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import priced_cluster
-from shardwise.plans.printing import format_communication, format_figures, of_outputs, owner_of, plan_figures
+from shardwise.plans.printing import advice, format_communication, format_figures, of_outputs, owner_of, plan_figures
 from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_interval_seconds, format_seconds
-from shardwise.report.charts import MOST_EVENTS, MOST_POINTS, memory_over, place_rows, schedule_rows, timeline
+from shardwise.report.charts import place_rows, timeline
 from shardwise.report.device_grid import device_grid
 from shardwise.report.outline import mark_axes, rows_of, tree_of
-from shardwise.report.stage_passes import simulated_order
+from shardwise.report.pictures import StageFigures, differences, pictures_of
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
 
 MOST_LISTED = 20
 MOST_CHANGES = 200
-
-OperatorLookup = Callable[[str], tuple[str, ...]]
-
-
-@dataclass(frozen=True)
-class StageFigures:
-    """What the search knows about a stage in addition to its plan file. ``step``: a simulated pass; ``over``: its
-    memory at every operator, with all micro-batches in flight. ``types``, ``reads`` and ``why`` map an operator to the
-    types of its results, to the operators whose results it reads, and to its alternatives."""
-
-    step: SimulatedStep
-    over: tuple[Peak, ...]
-    types: OperatorLookup
-    reads: OperatorLookup
-    why: Callable[[str], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -91,9 +78,9 @@ def write_page(
                 "the other plan has no prediction" if shown_plan is other else "the plan has no prediction",
                 fix="plan again with sw.plan(...), which prices plans; print(plan) lists what the plan does",
             )
-    measured = len(profile.stages) if isinstance(profile, PipelineProfile) else 1
-    if profile is not None and measured != len(plan.stages):
-        what = f"the profile has {measured} stages, the plan has {len(plan.stages)}"
+    profiled = len(profile.stages) if isinstance(profile, PipelineProfile) else 1
+    if profile is not None and profiled != len(plan.stages):
+        what = f"the profile has {profiled} stages, the plan has {len(plan.stages)}"
         raise PlanError(what, fix="give the result of par.profile(...) under this plan")
     meshes = [stage.mesh for shown_plan in (plan, other) if shown_plan is not None for stage in shown_plan.stages]
     environment = Environment(
@@ -103,42 +90,66 @@ def write_page(
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
+    environment.filters["breakable"] = lambda name: Markup("<wbr>").join(re.split(r"(?<=[./])(?=[^\W\d])", name))
     environment.filters["typed"] = partial(mark_axes, meshes=meshes)
     loader = environment.loader
     assert loader is not None, "it is set above"
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    axis_names = list(dict.fromkeys(name for mesh in meshes for name, _ in mesh.axes))
+    plans = {"own": _plan_data(plan, figures, other)}
+    if other is not None:
+        plans["other"] = _plan_data(other, other_figures, plan)
+    changed = [] if other is None else differences(plan, figures, other, other_figures)
+    measured = _measured(profile) if isinstance(profile, StepProfile) else None
+    staged = _measured_stages(profile) if isinstance(profile, PipelineProfile) else None
+    timelines, ratios = _profile_pictures(measured, staged)
     content = environment.get_template("page.html").render(
         css=loader.get_source(environment, "page.css")[0],
         js=loader.get_source(environment, "page.js")[0],
-        meshes=list(dict.fromkeys(map(str, meshes))),
+        library=loader.get_source(environment, "echarts.min.js")[0],
+        meshes=list(dict.fromkeys(str(stage.mesh) for stage in plan.stages)),
         axes=list(dict.fromkeys(f"{name} of {size}" for mesh in meshes for name, size in mesh.axes)),
-        axis_names=list(dict.fromkeys(name for mesh in meshes for name, _ in mesh.axes)),
-        own=_plan_data(plan, figures),
-        other=None if other is None else _plan_data(other, other_figures),
+        axis_names=axis_names,
+        own=plans["own"],
+        other=plans.get("other"),
         beside=None if other is None else _comparison(plan, other),
-        measured=_measured(profile) if isinstance(profile, StepProfile) else None,
-        staged=_measured_stages(profile) if isinstance(profile, PipelineProfile) else None,
+        differences=changed,
+        measured=measured,
+        staged=staged,
+        data={
+            "axes": axis_names,
+            "plans": {name: shown["pictures"] for name, shown in plans.items()},
+            "timelines": timelines,
+            "bars": {**ratios, **{f"difference-{i}": bars for i, bars in enumerate(changed) if bars["bars"]}},
+        },
     )
     Path(path).write_text(content, encoding="utf-8")
 
 
-def _plan_data(plan: Plan, figures: Sequence[StageFigures]) -> dict[str, Any]:
+def _plan_data(plan: Plan, figures: Sequence[StageFigures], beside: Plan | None) -> dict[str, Any]:
     passes_or_none: Sequence[StageFigures | None] = figures or (None,) * len(plan.stages)
     stages = [_stage(stage, of_stage) for stage, of_stage in zip(plan.stages, passes_or_none, strict=True)]
     cluster = priced_cluster(plan)
     passes = [
-        _pass(of_stage, stage.mesh, len(figures), cluster)
-        for stage, of_stage in zip(plan.stages, figures, strict=bool(figures))
+        _pass(of_stage, stage.mesh, cluster) for stage, of_stage in zip(plan.stages, figures, strict=bool(figures))
     ]
     rows = [(number, row) for number, stage in enumerate(stages) for row in stage["rows"] if row.seconds]
     return {
         "plan": plan,
         "figures": format_figures(plan),
+        "advice": advice(plan),
         "communication": list(format_communication(plan).items()),
         "of_outputs": of_outputs(plan),
         "time": _pipeline_time(plan),
         "passes": passes,
         "longest": sorted(rows, key=lambda row: -(row[1].seconds or 0.0))[:MOST_LISTED],
-        "schedule": _schedule(plan),
+        "pictures": pictures_of(
+            plan,
+            figures,
+            [stage["rows"] for stage in stages],
+            [stage["holdings"]["tensors"] for stage in stages],
+            {} if beside is None else {entry.name: entry.strategy or "whole" for entry in beside.operators},
+        ),
         "pipeline": _pipeline(plan),
         "stages": stages,
     }
@@ -152,8 +163,8 @@ def _pipeline_time(plan: Plan) -> list[Share]:
     return [Share(name, format_seconds(share * whole), 100 * share) for name, share in parts]
 
 
-def _pass(figures: StageFigures, mesh: Mesh, num_stages: int, cluster: Cluster | None) -> dict[str, Any]:
-    """Return what the template shows of a simulated pass. The stages of a page share its limits of boxes and points."""
+def _pass(figures: StageFigures, mesh: Mesh, cluster: Cluster | None) -> dict[str, Any]:
+    """Return the tables of a simulated pass."""
     step = figures.step
     takes = format_seconds(step.seconds)
     return {
@@ -161,16 +172,14 @@ def _pass(figures: StageFigures, mesh: Mesh, num_stages: int, cluster: Cluster |
         "time": _time(step),
         "messages": _messages(step, mesh),
         "memory": _memory(step.peak),
-        "over": memory_over(figures.over, step.peak, most=max(MOST_POINTS // num_stages, 40)),
         "peak": f"{format_bytes_interval(step.peak_bytes, cluster)} in {step.peak.where}",
-        "timeline": timeline(step.events, step.seconds, mesh, most=max(MOST_EVENTS // num_stages, 100)),
     }
 
 
 def _time(step: SimulatedStep) -> list[Share]:
-    waits = max(step.seconds - step.compute - step.exposed, 0.0)
     seconds = [("operators and update", step.compute), ("waiting for messages (exposed)", step.exposed)]
-    seconds += [("waiting for the host to start kernels", waits)]
+    seconds += [("waiting for the host to start kernels", step.host_wait)]
+    seconds += [("waiting for copies from and to the host", step.copy_wait)] * bool(step.copy_wait)
     seconds = [(name, value if value > EXACT * step.seconds else 0.0) for name, value in seconds]
     return [Share(name, format_seconds(s), 100 * s / step.seconds if step.seconds else 0.0) for name, s in seconds]
 
@@ -214,14 +223,6 @@ def _pipeline(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
-def _schedule(plan: Plan) -> dict[str, Any] | None:
-    """Return the schedule chart; None for a plan without stages, and for a plan file without their seconds."""
-    simulated = simulated_order(plan)
-    if simulated is None or plan.pipeline is None:
-        return None
-    return schedule_rows(*simulated, [stage.seconds for stage in plan.pipeline.stages])
-
-
 def _stage(stage: Stage, figures: StageFigures | None) -> dict[str, Any]:
     names = {operator.name for operator in stage.operators}
     seconds: defaultdict[str, float] | None = None
@@ -260,6 +261,20 @@ def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
     }
 
 
+def _profile_pictures(
+    measured: dict[str, Any] | None, staged: dict[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the timelines of a profile and its bars of predicted over measured seconds, by figure."""
+    whole = measured or staged
+    steps: dict[str, dict[str, Any]] = {"measured": whole} if whole else {}
+    if staged:
+        steps |= {f"measured-stage-{number}": step for number, step in staged["stages"]}
+    timelines = {f"{id}-{i}": chart for id, step in steps.items() for i, (_, chart) in enumerate(step["charts"])}
+    return timelines, {
+        f"{id}-ratios": {"unit": "ratio", "bars": step["ratios"]} for id, step in steps.items() if step["ratios"]
+    }
+
+
 def _ratio(measured: float, predicted: float) -> str:
     return f"{predicted / measured:.2f}" if measured else "not measured"
 
@@ -268,11 +283,22 @@ def _in_seconds(name: str, measured: float, predicted: float) -> tuple[str, ...]
     return name, format_seconds(measured), format_seconds(predicted), _ratio(measured, predicted)
 
 
+def _with_ratio(seconds: Iterable[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+    return [row for row in seconds if row[1] > 0 and row[2] > 0]
+
+
 def _measured_stages(profile: PipelineProfile) -> dict[str, Any]:
     """Return what the template shows of a pipeline's profile: figures of the step and of every stage, and the measured
     and predicted schedules on one scale."""
     waits, foreseen = profile.bubbles
-    stages = zip(profile.measured, profile.predicted, strict=True)
+    seconds = [
+        pair
+        for number, (measured, predicted) in enumerate(zip(profile.measured, profile.predicted, strict=True))
+        for pair in (
+            (f"stage {number}, forward", measured.forward, predicted.forward),
+            (f"stage {number}, backward", measured.input + measured.weight, predicted.input + predicted.weight),
+        )
+    ]
     ends = [event.start + event.seconds for places in profile.events for place in places for event in place]
     titles = ("measured", "predicted")
     return {
@@ -283,18 +309,10 @@ def _measured_stages(profile: PipelineProfile) -> dict[str, Any]:
             _in_seconds("step without its optimizer", *profile.step_seconds),
             ("pipeline ranks idle (bubbles)", f"{waits:.1%}", f"{foreseen:.1%}", _ratio(waits, foreseen)),
         ],
-        "rows": [
-            row
-            for number, (measured, predicted) in enumerate(stages)
-            for row in (
-                _in_seconds(f"stage {number}, forward", measured.forward, predicted.forward),
-                _in_seconds(
-                    f"stage {number}, backward", measured.input + measured.weight, predicted.input + predicted.weight
-                ),
-            )
-        ],
+        "rows": [_in_seconds(*pair) for pair in seconds],
+        "ratios": _with_ratio(seconds),
         "charts": [
-            (title, place_rows(places, max(ends, default=0.0)))
+            (f"Schedule of a step, {title}", place_rows(places, max(ends, default=0.0)))
             for title, places in zip(titles, profile.events, strict=True)
         ],
         "stages": [(number, _measured(measured)) for number, measured in sorted(profile.stages.items())],
@@ -304,7 +322,7 @@ def _measured_stages(profile: PipelineProfile) -> dict[str, Any]:
 def _measured(profile: StepProfile) -> dict[str, Any]:
     (seconds, expected), (peak, foreseen) = profile.step_seconds, profile.peak_bytes
     ends = [max((e.start + e.seconds for e in events), default=0.0) for events in profile.events]
-    titles = ("measured, one by one", "predicted")
+    titles, listed = ("measured, one by one", "predicted"), profile.rows[:MOST_LISTED]
     return {
         "cluster": profile.cluster,
         "compiled": profile.compiled,
@@ -313,12 +331,12 @@ def _measured(profile: StepProfile) -> dict[str, Any]:
             ("peak memory", format_bytes(peak), format_bytes(foreseen), _ratio(peak, foreseen)),
         ],
         "rows": [
-            (*_in_seconds(f"{row.part} of {row.name}", row.measured, row.predicted), row.figure)
-            for row in profile.rows[:MOST_LISTED]
+            (*_in_seconds(f"{row.part} of {row.name}", row.measured, row.predicted), row.figure) for row in listed
         ],
+        "ratios": _with_ratio((f"{row.part} of {row.name}", row.measured, row.predicted) for row in listed),
         "more": max(len(profile.rows) - MOST_LISTED, 0),
         "charts": [
-            (title, timeline(events, max(ends), profile.mesh))
+            (title, timeline(events, max(ends), partial(stream_name, mesh=profile.mesh)))
             for title, events in zip(titles, profile.events, strict=True)
         ],
     }

@@ -9,9 +9,6 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-
 from shardwise.errors import PlanError
 from shardwise.graph.cut import free_values
 from shardwise.graph.ir import Graph
@@ -22,7 +19,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import priced_cluster
 from shardwise.plans.quantities import format_bytes_interval, format_seconds_interval
 from shardwise.plans.stage_planner import StagesDoNotFit
-from shardwise.report.alternatives import WIDTH, format_table
+from shardwise.report.alternatives import WIDTH, empty_table, format_table
 from shardwise.search.constants import MAX_CUT_MOVES
 
 
@@ -47,7 +44,7 @@ def rank_pipelines(
     if pipeline.plan.pipeline is None:
         raise PlanError("no stage was chosen by price", fix='plan with search="dynamic_programming"')
     config = pipeline.planner.config  # plan slower ones to the end, too
-    planner = replace(pipeline.planner, config=replace(config, settings=replace(config.settings, known=inf)), known={})
+    planner = replace(pipeline.planner, config=replace(config, settings=replace(config.settings, known=inf)))
     others = [_ranked(plan, _size(plan)) for plan in pipeline.others]
     refused = 0
     if joint is not None:
@@ -114,10 +111,7 @@ class PipelineRanking:
     refused: int
 
     def __str__(self) -> str:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for title in ("", "step", "vs. chosen", "bubble", "memory"):
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("differs in", overflow="fold")
+        table = empty_table(("", "step", "vs. chosen", "bubble", "memory", "differs in"), folded="differs in")
         first = self.pipelines[0]
         cluster = None if first.plan is None else priced_cluster(first.plan)
         for number, pipeline in enumerate(self.pipelines, 1):

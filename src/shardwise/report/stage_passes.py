@@ -65,8 +65,8 @@ def order_in(plan: Plan) -> Order:
 
 
 def simulated_order(plan: Plan) -> tuple[Order, SimulatedPipeline] | None:
-    """Simulate the step of a pipeline again, action by action. Return None if the plan has no prediction, or comes from
-    an older file without the seconds of stages."""
+    """Simulate the step of a pipeline again, action by action. Return None if the plan has no prediction, or is
+    not the one that was predicted."""
     if plan.pipeline is None:
         return None
     order = order_in(plan)
@@ -76,8 +76,8 @@ def simulated_order(plan: Plan) -> tuple[Order, SimulatedPipeline] | None:
 
 
 def step_interval(plan: Plan, passes: Sequence[StagePass], cluster: Cluster) -> Interval:
-    """Return the 90 % interval of a step's seconds. Operators vary by the spread of the device, all else by the largest
-    spread of the cluster's levels, in all stages at once."""
+    """Return the 90 % interval of the seconds of a step as it runs by default. Operators vary by the spread of the
+    device, all else by the largest spread of the cluster's levels, in all stages at once."""
     assert plan.pipeline is not None, "it is predicted"
     operators, sent = 1 + cluster.device.spread, 1 + max((level.spread for level in cluster.levels), default=0.0)
     order, stages = order_in(plan), [stage.seconds for stage in plan.pipeline.stages]
@@ -93,7 +93,8 @@ def step_interval(plan: Plan, passes: Sequence[StagePass], cluster: Cluster) -> 
         ]
         return simulate_pipeline(order, scaled).seconds
 
-    return Interval(plan.pipeline.step_seconds, seconds(-1), seconds(1))
+    shorter = plan.pipeline.default_seconds / plan.pipeline.step_seconds  # what stages take is eager
+    return Interval(plan.pipeline.default_seconds, shorter * seconds(-1), shorter * seconds(1))
 
 
 def _scaled(stage: StageSeconds, factor: float, sent: float) -> StageSeconds:
@@ -132,7 +133,7 @@ def fullest_place(plan: Plan, passes: Sequence[StagePass]) -> Peak:
         for other in stages:
             parts.update(fullest.parts if other == number else passes[other].step.rests)
             parts["saved"] -= passes[other].step.kept_bytes
-        peaks.append(Peak(sum(parts.values()), f"stage {number}, {fullest.phase}", fullest.op, parts))
+        peaks.append(Peak(sum(parts.values()), f"stage {number}, {fullest.phase}", fullest.op, dict(parts)))
     return max(peaks, key=lambda peak: peak.num_bytes)
 
 

@@ -170,6 +170,8 @@ def _in_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     """``... heads blocks rows width -> blocks batch heads rows width``, and the dims of the result before the blocks.
     Several heads of the queries may share one of the keys."""
     q, k, v = (x.movedim(-3, 0) for x in (q, k, v))
+    if not len(q) == len(k) == len(v):  # PyTorch's kernels read beyond the end
+        raise ValueError(f"{len(q)} blocks of queries, {len(k)} of keys and {len(v)} of values")
     has_heads = max(x.dim() for x in (q, k, v)) > 3
     rank = max(4, *(x.dim() for x in (q, k, v)))
     q, k, v = (x.reshape(x.shape[0], *(1,) * (rank - x.dim()), *x.shape[1:]) for x in (q, k, v))
@@ -201,12 +203,10 @@ def _mask_in_heads(mask: Tensor, lead: tuple[int, ...], step: int, number: int, 
     return mask.reshape(mask.shape[0], prod(batch), *mask.shape[-3:])
 
 
-def _ring_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: Tensor | None, end: Tensor | None, causal: bool,
-    scale: float, band: Sequence[int], step: int, number: int, chunks: int, blocks: Sequence[int],
-) -> tuple[Tiles, tuple[Tensor, Tensor, Tensor], Visibility, tuple[int, ...]]:  # fmt: skip
+def _ring_call(call: Sequence[Any]) -> tuple[Tiles, tuple[Tensor, Tensor, Tensor], Visibility, tuple[int, ...]]:
     """Return the tiles of a step of a ring, the operands and what hides keys as tiles take them, and the dims of the
-    result before the blocks."""
+    result before the blocks. ``call``: the operator's arguments (``_RING_CALL``)."""
+    q, k, v, mask, first, end, causal, scale, band, step, number, chunks, blocks = call
     *qkv, lead = _in_heads(q, k, v)
     mask = None if mask is None else _mask_in_heads(mask, lead, step, number, blocks)
     seen = Visibility(mask, first, end)
@@ -220,7 +220,7 @@ def _ring_call(
 def _ring_step(out: Tensor | None, log_sum: Tensor | None, *call: Any) -> tuple[Tensor, Tensor]:
     """Return attended values and the log-sum-exp of the scores, after ``out`` and ``log_sum`` of the steps before."""
     with torch.no_grad():
-        tiles, qkv, seen, lead = _ring_call(*call)
+        tiles, qkv, seen, lead = _ring_call(call)
         before = None if out is None or log_sum is None else _blocks_first(out, log_sum)
         now = tiles.attended(*qkv, seen, before)
         result = [x.reshape(x.shape[0], *lead, *x.shape[3:]).movedim(0, len(lead)) for x in now]
@@ -229,8 +229,12 @@ def _ring_step(out: Tensor | None, log_sum: Tensor | None, *call: Any) -> tuple[
 
 def _ring_gradients(out: Tensor, log_sum: Tensor, *call: Any) -> Tensor:
     """Return attended values as they are. Backward adds to the gradients what a step of the ring contributes."""
-    tiles, qkv, seen, lead = _ring_call(*call)
+    tiles, qkv, seen, lead = _ring_call(call)
     whole = _blocks_first(out, log_sum)
+    if not whole.out.shape[:-1] == whole.log_sum.shape == qkv[0].shape[:-1]:
+        raise ValueError(
+            f"results of shape {tuple(out.shape)} are not those of queries of shape {tuple(call[0].shape)}"
+        )
     attended: Tensor = _Differentiated.apply(*whole, tiles, *qkv, *seen)  # type: ignore[no-untyped-call]
     return attended.reshape(out.shape[-3], *lead, *out.shape[-2:]).movedim(0, len(lead)).reshape(out.shape)
 

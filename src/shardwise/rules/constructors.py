@@ -9,11 +9,11 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments, by_operator, operator_name
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import block_offset, flat_pieces, if_split, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, rule, single, whole_rule
 from shardwise.rules.local_kernels import EYE_BLOCK, LINSPACE_BLOCK, RANGE_BLOCK
-from shardwise.rules.rule import FactorKind, LocalContext, LocalOpCall, OpRule
+from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule
 
 aten = torch.ops.aten
 
@@ -26,17 +26,6 @@ def _filled(op: Op, graph: Graph) -> OpRule:
     """zeros, ones, full, empty: only the size changes."""
     names = dim_names(len(graph.by_name[op.results[0]].shape))
     return build(op, graph, [], [single(names)], localize=_of_local_size)
-
-
-def _new(op: Op, graph: Graph) -> OpRule:
-    """new_zeros and its like take only type and device from their tensor, which therefore stays whole."""
-    shape = graph.by_name[op.results[0]].shape
-    model = graph.by_name[op.operands[0]].shape
-    names = tuple(f"x{i}" for i in range(len(model)))
-    kinds: dict[str, FactorKind] = dict.fromkeys(names, "whole")
-    linear = ((0,),) if "zeros" in operator_name(op.target) else ()
-    results = [single(dim_names(len(shape)))]
-    return build(op, graph, [single(names)], results, kinds=kinds, linear=linear, localize=_of_local_size)
 
 
 def _range(op: Op, graph: Graph) -> OpRule:
@@ -77,7 +66,6 @@ CONSTRUCTORS: RuleTable = by_operator(
     {
         "zeros ones full empty.memory_format": _filled,
         "scalar_tensor": rule("-> ()"),
-        "new_zeros new_ones new_full new_empty": _new,
         "arange arange.start arange.start_step": _range,
         "linspace": partial(_block, LINSPACE_BLOCK, ("start", "end", "steps"), "n"),
         "linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor logspace logspace.Tensor_Tensor "

@@ -7,17 +7,15 @@ spatial dim is ``(y k)``: which window, and where in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, aten_operators
-from shardwise.rules.arguments import any_split, if_split, local_size, operand_positions, replace_arguments
-from shardwise.rules.binding import Linear, RuleTable, build, single
+from shardwise.rules.arguments import any_split, if_split, local_size, replace_arguments
+from shardwise.rules.binding import RuleTable, build, single
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Window
 from shardwise.rules.window_kernels import CONV_TRANSPOSE_WINDOW, CONV_WINDOW, IM2COL_WINDOW
@@ -30,12 +28,12 @@ def spatial(letter: str, count: int) -> tuple[str, ...]:
     return tuple(f"{letter}{i}" for i in range(count))
 
 
-def convolution_rule(op: Op, graph: Graph) -> OpRule:
-    """``n (g ci) x..., (g co) ci k..., (g co) -> n (g co) y...``, x through windows of y; transposed: the weight is
-    ``(g ci) co k...``.
-
-    Input channels are a sum; with a bias they are lowered, because the bias must be added once.
+def convolution_rule(op: Op, graph: Graph) -> OpRule | None:
+    """``n (g ci) x..., (g co) ci k... -> n (g co) y...``, x through windows of y; transposed: the weight is
+    ``(g ci) co k...``. A bias is added apart in the normal form.
     """
+    if len(op.operands) != 2:
+        return None
     args = arguments(op)
     weight_shape = graph.by_name[op.operands[1]].shape
     count = len(weight_shape) - 2
@@ -50,10 +48,8 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
     x: Dims = tuple(tiles[i] if i in disjoint else (f"x{i}",) for i in range(count))
     channels_in, channels_out = (*group, "ci"), (*group, "co")
     weight: Dims = (channels_in, ("co",), *kernel) if transposed else (channels_out, ("ci",), *kernel)
-    bias = "bias" in operand_positions(op)
-    operands: list[Dims] = [(*batch, channels_in, *x), weight] + ([(channels_out,)] if bias else [])
     kinds: dict[str, FactorKind] = dict.fromkeys(spatial("k", count), "whole")
-    kinds["ci"] = "lowered" if bias else "sum"
+    kinds["ci"] = "sum"
     maps = _maps(op, graph, count)
     sliding = {i: sliding_map for i, sliding_map in enumerate(maps) if i not in disjoint}
     windows = {
@@ -65,7 +61,7 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
         own_groups = local_size(context, "g") if group else 1
         if not any_split(context, [f"y{i}" for i in sliding]):
             return replace_arguments(op, groups=own_groups)
-        tensors = (Ref(op.operands[0]), Ref(op.operands[1]), Ref(op.operands[2]) if bias else None)
+        tensors = (Ref(op.operands[0]), Ref(op.operands[1]))
         strides = tuple(sliding_map.stride for sliding_map in maps)
         dilations = tuple(sliding_map.dilation for sliding_map in maps)
         parts = {i: part_of(context, f"y{i}") for i in range(count)}
@@ -78,17 +74,15 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
         ends = tuple(zip(*pads, strict=True))
         return LocalOpCall(CONV_WINDOW, (*tensors, strides, *ends, dilations, own_groups))
 
-    linear: Linear = ((0, 2), (1, 2)) if bias else ((0,), (1,))
     return build(
         op,
         graph,
-        operands,
+        [(*batch, channels_in, *x), weight],
         [(*batch, channels_out, *y)],
         kinds=kinds,
         sizes={"g": groups} if group else {},
-        linear=linear,
+        linear=((0,), (1,)),
         localize=localize,
-        lowering=_bias_apart(op.target) if bias else None,
         windows=windows,
     )
 
@@ -128,16 +122,6 @@ def _disjoint(op: Op, graph: Graph, count: int) -> tuple[int, ...]:
         and sliding_map.before == 0
         and (sliding_map.dilation == 1 or sliding_map.count == 1)
     )
-
-
-@cache  # one function per operator, so that its capture can be reused
-def _bias_apart(target: Any) -> Callable[..., Any]:
-    """Return the convolution without bias, then the bias."""
-
-    def lowering(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return target(input, weight, None, *args, **kwargs) + bias.reshape(-1, *(1,) * (weight.dim() - 2))
-
-    return lowering
 
 
 def _im2col(op: Op, graph: Graph) -> OpRule:

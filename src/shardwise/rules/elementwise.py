@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import operand_positions
-from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
+from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names
 from shardwise.rules.rule import Dims, Localize, OpRule
 
 aten = torch.ops.aten
@@ -47,23 +47,6 @@ def _linear_in(*groups: Iterable[str]) -> RuleFunction:
 def _when(condition: Callable[[dict[str, object]], bool], linear: RuleFunction, op: Op, graph: Graph) -> OpRule | None:
     """Linear only if the arguments say so."""
     return linear(op, graph) if condition(arguments(op)) else pointwise_rule(op, graph)
-
-
-def _dropout(op: Op, graph: Graph) -> OpRule | None:
-    """Without training dropout is the identity. With it, normalisation replaces it by ``shardwise::dropout``."""
-    return None if arguments(op)["train"] else pointwise_rule(op, graph, ((0,),))
-
-
-def _same_type(op: Op, graph: Graph) -> OpRule:
-    """``x.type_as(other)``: only the type of ``other`` matters; it is split along if it has the same shape."""
-    shape = graph.by_name[op.results[0]].shape
-    other = graph.by_name[op.operands[1]].shape
-    names = dim_names(len(shape))
-    dims = broadcast_dims(shape, shape, names)
-    if other == shape:
-        return build(op, graph, [dims, dims], [dims], linear=((0,),))
-    whole = tuple(f"o{i}" for i in range(len(other)))
-    return build(op, graph, [dims, single(whole)], [dims], kinds=dict.fromkeys(whole, "whole"), linear=((0,),))
 
 
 def _prelu(op: Op, graph: Graph) -> OpRule:
@@ -109,8 +92,8 @@ _NONLINEAR = """
 
 # Packets that are linear in their only tensor, or in the first.
 _LINEAR = """
-    _conj _neg_view alias clone conj conj_physical contiguous detach imag lift_fresh lift_fresh_copy neg negative
-    positive real resolve_conj resolve_neg to _to_copy zeros_like
+    _conj _neg_view alias clone conj conj_physical detach imag neg negative real resolve_conj resolve_neg to _to_copy
+    zeros_like
 """
 
 
@@ -151,9 +134,7 @@ _SPECIAL: RuleTable = by_operator(
         "fill.Tensor": _linear_in(("value",)),
         "copy": _linear_in(("src",)),
         "prelu": _prelu,
-        "type_as to.other": _same_type,
         "view.dtype": _view_dtype,
-        "dropout": _dropout,
     }
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import replace
 
-from shardwise.graph.custom_operators import STREAMS
+from shardwise.graph.custom_operators import RANDOM
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, is_random
@@ -91,7 +91,7 @@ def _row_by_row(op: Op, rule: OpRule, graph: Graph, keyed: Container[str]) -> Ke
     however many there are; else None."""
     dims = [*rule.operands, *rule.results]
     rows = next(d[0] for name, d in zip(op.operands, rule.operands, strict=True) if name in keyed)
-    if is_random(op.target) or op.target in STREAMS or rule.windows or not rows:
+    if is_random(op.target) or op.target in RANDOM or rule.windows or not rows:
         return None
     if any(rule.factor(name).kind != "parallel" for name in rows) or not _is_free_of(op, rule, rows, graph):
         return None

@@ -1,4 +1,4 @@
-"""Rearranging images: pixels to channels and back, quarter turns, columns to windows, sampling at given places."""
+"""Rearranging images: pixels to channels and back, columns to windows, sampling at given places."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, by_operator
-from shardwise.rules.arguments import if_split, local_size, normal_dim, replace_arguments
+from shardwise.rules.arguments import if_split
 from shardwise.rules.binding import RuleTable, build, dim_names, rank_of, single
 from shardwise.rules.convolution import spatial
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Window
 from shardwise.rules.window_kernels import COL2IM_WINDOW
-from shardwise.rules.windows import RowRun, Sliding, part_of, windows_of_runs
+from shardwise.rules.windows import Sliding, part_of
 
 aten = torch.ops.aten
 
@@ -29,36 +29,6 @@ def _pixel_shuffle(op: Op, graph: Graph) -> OpRule:
     ends = (deep, wide) if shuffles else (wide, deep)
     kinds: dict[str, FactorKind] = {"r0": "whole", "r1": "whole"}
     return build(op, graph, [ends[0]], [ends[1]], kinds=kinds, sizes={"r0": factor, "r1": factor}, linear=((0,),))
-
-
-def _channel_shuffle(op: Op, graph: Graph) -> OpRule:
-    """``n (g c) ... -> n (c g) ...``."""
-    rest = single(dim_names(rank_of(op, graph) - 2))
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return replace_arguments(op, groups=local_size(context, "g"))
-
-    sizes = {"g": arguments(op)["groups"]}
-    before, after = (("n",), ("g", "c"), *rest), (("n",), ("c", "g"), *rest)
-    return build(op, graph, [before], [after], sizes=sizes, linear=((0,),), localize=localize)
-
-
-def _rot90(op: Op, graph: Graph) -> OpRule:
-    """A quarter turn swaps two dims and reverses one of them, half a turn reverses both."""
-    args, shape = arguments(op), graph.by_name[op.operands[0]].shape
-    names = list(dim_names(len(shape)))
-    first, second = (normal_dim(dim, len(shape)) for dim in args["dims"])
-    turns = args["k"] % 4
-    result = list(names)
-    if turns % 2:
-        result[first], result[second] = names[second], names[first]
-    reversed_dims = {0: (), 1: (second,), 2: (first, second), 3: (first,)}[turns]
-    windows = {
-        names[dim]: Window(f"y{dim}", windows_of_runs((RowRun(shape[dim], shape[dim] - 1, -1),)))
-        for dim in reversed_dims
-    }
-    renamed = [f"y{name[1:]}" if name in windows else name for name in result]
-    return build(op, graph, [single(names)], [single(renamed)], linear=((0,),), windows=windows)
 
 
 def _col2im(op: Op, graph: Graph) -> OpRule:
@@ -129,8 +99,6 @@ def _by_maps(op: Op, graph: Graph) -> OpRule:
 IMAGES: RuleTable = by_operator(
     {
         "pixel_shuffle pixel_unshuffle": zeros_if_empty(_pixel_shuffle),
-        "channel_shuffle": zeros_if_empty(_channel_shuffle),
-        "rot90": _rot90,
         "col2im": zeros_if_empty(_col2im),
         "grid_sampler grid_sampler_2d grid_sampler_3d": _grid_sampler,
         "fractional_max_pool2d fractional_max_pool3d": zeros_if_empty(_fractional_max_pool),

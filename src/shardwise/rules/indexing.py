@@ -17,9 +17,7 @@ from shardwise.rules.local_kernels import (
     INDEX_ROWS,
     INDEX_SELECT_ROWS,
     ONE_HOT_CLASSES,
-    TAKE_ROWS,
 )
-from shardwise.rules.lowerings import indexing as lowerings
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, Localize, LocalOpCall, OpRule
 
 aten = torch.ops.aten
@@ -99,28 +97,6 @@ def _scalar_lookup(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, tensors, [result], kinds=dict.fromkeys(("x0", "x1", "y"), "whole"), linear=_FIRST)
 
 
-def take_along_rule(op: Op, graph: Graph) -> OpRule | None:
-    """gather with broadcasting: a dim of size 1 on either side has no factor."""
-    args = arguments(op)
-    shape, index = _shapes(op, graph)
-    if args["dim"] is None:
-        return None
-    place = normal_dim(args["dim"], len(shape))
-    names = dim_names(len(shape))
-    result = graph.by_name[op.results[0]].shape
-
-    def dims(sizes: Sequence[int], along: str) -> Dims:
-        return tuple(
-            (along,) if i == place else (name,) if size == total else ()
-            for i, (name, size, total) in enumerate(zip(names, sizes, result, strict=True))
-        )
-
-    localize = _of_own_rows(TAKE_ROWS, place)
-    operands = [dims(shape, "v"), dims(index, "i")]
-    results = [dims(result, "i")]
-    return build(op, graph, operands, results, kinds={"v": "sum"}, linear=_FIRST, localize=localize)
-
-
 def index_select_rule(op: Op, graph: Graph) -> OpRule:
     shape, index = _shapes(op, graph)
     if not shape or not index:
@@ -187,29 +163,12 @@ def one_hot_rule(op: Op, graph: Graph) -> OpRule | None:
     return build(op, graph, [single(names)], [single([*names, "c"])], localize=if_split(localize, "c"))
 
 
-def take_rule(op: Op, graph: Graph) -> OpRule:
-    """``x.flatten()[index]``."""
-    x, index = _shapes(op, graph)
-    names, sources = dim_names(len(index)), tuple(f"x{i}" for i in range(len(x)))
-    return build(
-        op,
-        graph,
-        [single(sources), single(names)],
-        [single(names)],
-        kinds=dict.fromkeys(sources, "lowered"),
-        linear=_FIRST,
-        lowering=lowerings.take,
-    )
-
-
 INDEXING: RuleTable = by_operator(
     {
         "embedding": embedding_rule,
         "gather": gather_rule,
-        "take_along_dim": take_along_rule,
         "index_select": index_select_rule,
         "index.Tensor": index_rule,
-        "take": take_rule,
         "one_hot": one_hot_rule,
     }
 )

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import problem
 from shardwise.graph.ir import Graph, Op
+from shardwise.graph.labels import check_labels, checked_labels
 from shardwise.rules.arguments import with_pieces
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.local_kernels import local_index
@@ -36,7 +36,7 @@ def label_terms(
     that dim, int64, global: ``atoms`` say which classes ``scores`` has
     (``rules.local_kernels``), and an entry that it does not have is 0. Both results have the shape of ``index``.
     """
-    _check_labels(index, prod(atoms[0]))
+    check_labels(index, prod(atoms[0]))
     total = (scores - maximum).exp_().sum(dim)
     if scores.shape[dim] == 0:
         return total, torch.zeros_like(total)
@@ -66,25 +66,6 @@ def _backward(ctx: Any, of_total: Tensor, of_picked: Tensor) -> tuple[Tensor | N
 
 
 label_terms.register_autograd(_backward, setup_context=_setup)
-
-
-def _check_labels(labels: Tensor, classes: int) -> None:
-    """Raise torch's error for a label out of range. On GPUs the lookups that follow assert it, as torch does there."""
-    if labels.device.type == "cpu" and (outside := (labels < 0) | (labels >= classes)).any():
-        what = f"Target {labels[outside][0]} is out of bounds."
-        raise IndexError(problem(what, fix=f"labels from 0 to {classes - 1}, or ignore_index"))
-
-
-@torch.library.custom_op("shardwise::checked_labels", mutates_args=(), schema="(Tensor labels, int classes) -> Tensor")
-def checked_labels(labels: Tensor, classes: int) -> Tensor:
-    """Return a copy of the labels after raising for one out of range."""
-    _check_labels(labels, classes)
-    return labels.clone()
-
-
-@checked_labels.register_fake
-def _(labels: Tensor, classes: int) -> Tensor:
-    return torch.empty_like(labels)
 
 
 def checked_labels_rule(op: Op, graph: Graph) -> OpRule:

@@ -76,17 +76,6 @@ def _gather_rows(x: Tensor, dim: int, index: Tensor, *atoms: Sequence[int]) -> T
     return torch.where(mine, torch.gather(x, dim, local), 0)
 
 
-def _take_rows(x: Tensor, dim: int, indices: Tensor, *atoms: Sequence[int]) -> Tensor:
-    shape = broadcast_shape(_without(x, dim), _without(indices, dim))
-    whole = [*shape[:dim], -1, *shape[dim + 1 :]]
-    indices = indices % prod(atoms[0])  # as take_along_dim does, unlike gather
-    return _gather_rows(x.expand(whole), dim, indices.expand(whole), *atoms)
-
-
-def _without(x: Tensor, dim: int) -> list[int]:
-    return [1 if i == dim else size for i, size in enumerate(x.shape)]
-
-
 def _index_select_rows(x: Tensor, dim: int, index: Tensor, *atoms: Sequence[int]) -> Tensor:
     if x.shape[dim] == 0:
         shape = [index.numel() if i == dim else size for i, size in enumerate(x.shape)]
@@ -299,7 +288,6 @@ EMBEDDING_ROWS: Final = _define(
     f"embedding_rows(Tensor weight, Tensor indices, int padding_idx, {_ATOMS}) -> Tensor", _embedding_rows
 )
 GATHER_ROWS: Final = _define(f"gather_rows(Tensor x, int dim, Tensor index, {_ATOMS}) -> Tensor", _gather_rows)
-TAKE_ROWS: Final = _define(f"take_rows(Tensor x, int dim, Tensor indices, {_ATOMS}) -> Tensor", _take_rows)
 INDEX_SELECT_ROWS: Final = _define(
     f"index_select_rows(Tensor x, int dim, Tensor index, {_ATOMS}) -> Tensor", _index_select_rows
 )

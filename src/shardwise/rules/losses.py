@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
-from math import prod
-from typing import Any
+from functools import partial
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, by_operator
@@ -26,30 +23,18 @@ def _batch_kind(reduction: int) -> FactorKind:
     return "parallel" if reduction == NONE else "lowered" if reduction == MEAN else "sum"
 
 
-@cache  # one function per operator, so that its capture can be reused
-def _mean_of(target: OpOverload) -> Lowering:
-    """Return the summed loss over the count of elements."""
-    names = [argument.name for argument in target._schema.arguments]
-
-    def lowering(*args: Any, **kwargs: Any) -> Any:
-        named = dict(zip(names, args, strict=False)) | kwargs
-        shapes = [value.shape for value in named.values() if isinstance(value, torch.Tensor)]
-        named["reduction"] = lowerings.SUM
-        return target(**named) / prod(broadcast_shape(*shapes))
-
-    return lowering
-
-
-def element_loss_rule(op: Op, graph: Graph) -> OpRule:
+def element_loss_rule(op: Op, graph: Graph) -> OpRule | None:
     """Losses of single elements: every dim has the kind of the reduction."""
-    kind = _batch_kind(arguments(op)["reduction"])
+    reduction = arguments(op)["reduction"]
+    if reduction == MEAN:  # a sum over the count in the normal form
+        return None
+    kind = _batch_kind(reduction)
     shapes = [graph.by_name[name].shape for name in op.operands]
     total = broadcast_shape(*shapes)
     names = dim_names(len(total))
     operands = [broadcast_dims(shape, total, names) for shape in shapes]
     result: Dims = broadcast_dims(total, total, names) if kind == "parallel" else ()
-    lowering = _mean_of(op.target) if kind == "lowered" else None
-    return build(op, graph, operands, [result], kinds=dict.fromkeys(names, kind), lowering=lowering)
+    return build(op, graph, operands, [result], kinds=dict.fromkeys(names, kind))
 
 
 def _class_loss(op: Op, graph: Graph, lowering: Lowering) -> OpRule | None:

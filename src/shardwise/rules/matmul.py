@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from shardwise.graph.einsum import DOTS, terms_of
@@ -11,8 +9,7 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rule, single
 from shardwise.rules.elementwise import broadcast_dims
-from shardwise.rules.lowerings.contractions import addbmm, addmm, addmv, baddbmm, linear
-from shardwise.rules.rule import Dims, FactorKind, Lowering, OpRule
+from shardwise.rules.rule import Dims, FactorKind, OpRule
 
 aten = torch.ops.aten
 
@@ -20,20 +17,17 @@ _SUM: dict[str, FactorKind] = {"k": "sum"}
 _BILINEAR = ((0,), (1,))
 
 
-def linear_rule(op: Op, graph: Graph) -> OpRule:
-    """``... m k, n k -> ... m n``. With a bias the contraction is split by its lowering (product, then bias)."""
+def linear_rule(op: Op, graph: Graph) -> OpRule | None:
+    """``... m k, n k -> ... m n``. A bias is added apart in the normal form."""
+    if len(op.operands) != 2:
+        return None
     rank = len(graph.by_name[op.operands[0]].shape)
     names = (*leading_names(rank - 2), "m") if rank >= 2 else ()
     weight_rank = len(graph.by_name[op.operands[1]].shape)
     x = single([*names, "k"])
     weight = single(["n", "k"] if weight_rank == 2 else ["k"])
     result = single([*names, "n"] if weight_rank == 2 else names)
-    if len(op.operands) == 2:
-        return build(op, graph, [x, weight], [result], kinds=_SUM, linear=_BILINEAR)
-    bias = single(["n"] if weight_rank == 2 else [])
-    return build(
-        op, graph, [x, weight, bias], [result], kinds={"k": "lowered"}, linear=((0, 2), (1, 2)), lowering=linear
-    )
+    return build(op, graph, [x, weight], [result], kinds=_SUM, linear=_BILINEAR)
 
 
 def matmul_rule(op: Op, graph: Graph) -> OpRule:
@@ -54,18 +48,6 @@ def matmul_rule(op: Op, graph: Graph) -> OpRule:
     return build(
         op, graph, [batched(left, left_matrix), batched(right, right_matrix)], [result], kinds=_SUM, linear=_BILINEAR
     )
-
-
-def _plus_product(left: str, right: str, result: str, op: Op, graph: Graph, lowering: Lowering | None = None) -> OpRule:
-    """``1|m 1|n, m k, k n -> m n``: the added tensor may broadcast; what is summed is lowered, to add it once."""
-    dims = [single(dims.split()) for dims in (left, right, result)]
-    summed: dict[str, FactorKind] = {name: "lowered" for (name,) in dims[0] if (name,) not in dims[2]}
-    shape, whole = (graph.by_name[name].shape for name in (op.operands[0], op.results[0]))
-    behind = len(whole) - len(shape)
-    aligned = zip(dims[2][behind:], shape, whole[behind:], strict=True)
-    added = tuple(dim if size == total else () for dim, size, total in aligned)
-    linear_in = ((0, 1), (0, 2))
-    return build(op, graph, [added, *dims[:2]], dims[2:], kinds=summed, linear=linear_in, lowering=lowering)
 
 
 def cdist_rule(op: Op, graph: Graph) -> OpRule:
@@ -121,11 +103,6 @@ MATMUL: RuleTable = by_operator(
         "dot vdot": rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
         "cdist": cdist_rule,
         "outer": rule("m, n -> m n", linear=_BILINEAR),
-        "addmm": partial(_plus_product, "m k", "k n", "m n", lowering=addmm),
-        "baddbmm": partial(_plus_product, "b m k", "b k n", "b m n", lowering=baddbmm),
-        "addbmm": partial(_plus_product, "b m k", "b k n", "m n", lowering=addbmm),
-        "addmv": partial(_plus_product, "m k", "k", "m", lowering=addmv),
-        "addr": partial(_plus_product, "m", "n", "m n"),
         "einsum": einsum_rule,
     }
 )

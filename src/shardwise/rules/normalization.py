@@ -1,17 +1,21 @@
-"""Layer, RMS, group, batch and instance norm."""
+"""Layer, RMS, group, batch and instance norm: rules, and lowerings over split dims."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import local_size, normal_dim, operand_positions, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rank_of, single
 from shardwise.rules.empty import zeros_if_empty
-from shardwise.rules.lowerings import normalization as lowerings
+from shardwise.rules.lowerings.precision import cast, wide
+from shardwise.rules.lowerings.reductions import count_of
 from shardwise.rules.rule import Dims, FactorKind, Lowering, OpRule
 
 aten = torch.ops.aten
@@ -44,7 +48,7 @@ def _group_norm(op: Op, graph: Graph) -> OpRule:
         kinds=dict.fromkeys(("c", *spatial), "lowered"),
         sizes={"g": arguments(op)["num_groups"]},
         localize=lambda op, context: replace_arguments(op, num_groups=local_size(context, "g")),
-        lowering=lowerings.group_norm,
+        lowering=group_norm,
     )
 
 
@@ -60,21 +64,14 @@ def _channel_norm(op: Op, graph: Graph, averaged: tuple[str, ...], lowering: Low
 
 
 def _batch_norm(op: Op, graph: Graph) -> OpRule | None:
-    """With running statistics everything is parallel; with batch statistics the averaged dims are lowered.
-
-    Training with running statistics updates them in place: no rule (normalisation writes it out).
-    """
-    if not arguments(op)["training"]:
-        return _channel_norm(op, graph, (), None)
-    if "running_mean" in operand_positions(op):
-        return None
-    return _channel_norm(op, graph, ("n", *dim_names(rank_of(op, graph) - 2)), lowerings.batch_norm)
+    """With running statistics everything is parallel. Batch statistics are written out in the normal form."""
+    return None if arguments(op)["training"] else _channel_norm(op, graph, (), None)
 
 
 def _instance_norm(op: Op, graph: Graph) -> OpRule | None:
     if "running_mean" in operand_positions(op) or not arguments(op)["use_input_stats"]:
         return None
-    return _channel_norm(op, graph, dim_names(rank_of(op, graph) - 2), lowerings.instance_norm)
+    return _channel_norm(op, graph, dim_names(rank_of(op, graph) - 2), instance_norm)
 
 
 def _fixed_batch_norm(op: Op, graph: Graph) -> OpRule | None:
@@ -92,10 +89,72 @@ def _renorm(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [single(names)], [single(names)], kinds=kinds)
 
 
+# ------------------------------------------------------------------------------------------- lowerings: over split dims
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    del cudnn_enable
+    dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
+    result = cast(_standardised(wide(input), dims, eps), input.dtype)
+    result = result if weight is None else result * weight
+    return result if bias is None else result + bias
+
+
+def _standardised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    count = count_of(x, dims)
+    centred = x - x.sum(dims, keepdim=True) / count
+    return centred * (centred.square().sum(dims, keepdim=True) / count + eps).rsqrt()
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
+    x = wide(input)
+    small = torch.finfo(x.dtype).eps if eps is None else eps
+    scale = (x.square().sum(dims, keepdim=True) / count_of(x, dims) + small).rsqrt()
+    result = x * scale
+    return cast(result if weight is None else result * weight, input.dtype)
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    del cudnn_enabled
+    grouped = torch.unflatten(wide(input), 1, (num_groups, input.shape[1] // num_groups))
+    result = _standardised(grouped, tuple(range(2, grouped.dim())), eps).flatten(1, 2)
+    return cast(_affine(result, weight, bias), input.dtype)
+
+
+def instance_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Tensor:
+    *_, eps, _cudnn_enabled = rest
+    result = _standardised(wide(input), tuple(range(2, input.dim())), eps)
+    return cast(_affine(result, weight, bias), input.dtype)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Per-channel scale and shift; channels are dim 1."""
+    shape = (-1, *(1,) * (x.dim() - 2))
+    x = x if weight is None else x * weight.reshape(shape)
+    return x if bias is None else x + bias.reshape(shape)
+
+
 NORMALIZATION: RuleTable = by_operator(
     {
-        "layer_norm": partial(_trailing_norm, kind="lowered", lowering=lowerings.layer_norm),
-        "rms_norm": partial(_trailing_norm, kind="lowered", lowering=lowerings.rms_norm),
+        "layer_norm": partial(_trailing_norm, kind="lowered", lowering=layer_norm),
+        "rms_norm": partial(_trailing_norm, kind="lowered", lowering=rms_norm),
         "native_layer_norm _fused_rms_norm": partial(_trailing_norm, kind="whole", lowering=None),
         "group_norm": zeros_if_empty(_group_norm),
         "renorm": _renorm,

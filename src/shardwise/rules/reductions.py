@@ -164,14 +164,6 @@ def _diff(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [with_dim(names, dim, "y")], kinds=kinds, linear=linear)
 
 
-def _vector_norm_only(lowering: Lowering, op: Op, graph: Graph) -> OpRule:
-    """Norms that are those of vectors; singular values need the whole matrix."""
-    args = arguments(op)
-    dims = dims_of(args["dim"], rank_of(op, graph))
-    of_vectors = args["ord"] in (None, "fro") or (len(dims) == 1 and not isinstance(args["ord"], str))
-    return reduce_rule(op, graph, "lowered" if of_vectors else "whole", lowering=lowering if of_vectors else None)
-
-
 def _search(op: Op, graph: Graph) -> OpRule | None:
     """searchsorted, bucketize: how many bounds lie below a value is the sum of how many do among parts of them (one row
     of bounds)."""
@@ -209,9 +201,6 @@ REDUCTIONS: RuleTable = by_operator(
         "sum sum.dim_IntList": partial(reduce_rule, kind="sum", linear=((0,),)),
         "count_nonzero count_nonzero.dim_IntList nansum": partial(reduce_rule, kind="sum"),
         "histc": _histogram,
-        "nanmean": _lowered(lowerings.nanmean),
-        # The mean of parts is not the mean: its lowering divides the sum by the whole count.
-        "mean mean.dim": partial(reduce_rule, kind="lowered", linear=((0,),), lowering=lowerings.mean),
         "amax": partial(_extreme, "max", lowerings.amax),
         "amin": partial(_extreme, "min", lowerings.amin),
         "max": partial(_extreme, "max", lowerings.max_all),
@@ -227,13 +216,10 @@ REDUCTIONS: RuleTable = by_operator(
         # An order statistic depends on all values at once: whole, like a sort.
         "median median.dim nanmedian nanmedian.dim kthvalue mode": _whole,
         "quantile.scalar nanquantile.scalar": zeros_if_empty(_whole),
-        **{name: _lowered(lowering) for name, lowering in lowerings.MOMENTS.items()},
+        **{f"{name}.correction": _lowered(lowering) for name, lowering in lowerings.MOMENTS.items()},
         "logsumexp": _lowered(softmax.logsumexp),
         "linalg_vector_norm": _lowered(lowerings.vector_norm),
-        "linalg_norm linalg_norm.ord_str": partial(_vector_norm_only, lowerings.linalg_norm),
-        "linalg_matrix_norm linalg_matrix_norm.str_ord": partial(_vector_norm_only, lowerings.matrix_norm),
         "norm.Scalar norm.ScalarOpt_dim": _lowered(lowerings.norm),
-        "frobenius_norm.dim": _lowered(lowerings.frobenius_norm),
         "cosine_similarity": _cosine,
         "softmax.int": _along(softmax.softmax),
         "log_softmax.int": _along(softmax.log_softmax),
@@ -248,7 +234,6 @@ REDUCTIONS: RuleTable = by_operator(
         # Sorting over devices moves as much as gathering, in more messages. Which of equal values sort and topk take is
         # up to their kernels, which must see the whole row to choose as on one device.
         "sort sort.stable argsort argsort.stable topk": _along(),
-        "msort": lambda op, graph: along_rule(op, graph, 0),
         "searchsorted.Tensor bucketize.Tensor": _search,
         "isin.Tensor_Tensor isin.Tensor_Scalar isin.Scalar_Tensor": _is_in,
         "diff": _diff,

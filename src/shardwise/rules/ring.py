@@ -53,19 +53,16 @@ class Ring:
         dropout_p: float = 0.0,
         is_causal: bool = False,
         *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
         runs: Sequence[int] = (),
+        **options: Any,
     ) -> Tensor:
         """Scaled dot-product attention. ``runs``: how many queries and keys a device holds; all, where they do not
-        divide, and there is no ring then."""
+        divide, and there is no ring then; ``options``: ``scale`` and ``enable_gqa``."""
         run = _run(query, runs)
         if not run:
-            return scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         band = self.band.within(CAUSAL) if is_causal else self.band
-        return _in_turns((query, key, value), (attn_mask, None, None), is_causal, band, scale, run)
+        return _in_turns((query, key, value), (attn_mask, None, None), is_causal, band, options.get("scale"), run)
 
 
 @dataclass(frozen=True)
@@ -103,9 +100,8 @@ def zigzag(
     dropout_p: float = 0.0,
     is_causal: bool = True,
     *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
     runs: Sequence[int] = (),
+    **options: Any,
 ) -> Tensor:
     """Causal attention over equally many queries and keys, balanced. A ring where a device's queries are an odd
     number."""
@@ -113,12 +109,12 @@ def zigzag(
     assert attn_mask is None, "causal attention has no other mask"
     run = _run(query, runs)
     if not run or run % 2:
-        return Ring()(query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa, runs=runs)
+        return RING(query, key, value, None, dropout_p, True, runs=runs, **options)
     number, chunk = query.shape[-2] // run, run // 2
     order = [chunk for i in range(number) for chunk in (i, 2 * number - 1 - i)]  # of the chunks, device by device
     q, k, v = (_chunks(x, order, chunk) for x in (query, key, value))
     # A device is handed the keys of every other one: each of them has chunks that another one sees.
-    result = _in_turns((q, k, v), (None, None, None), True, EVERYTHING, scale, run, chunks=2)
+    result = _in_turns((q, k, v), (None, None, None), True, EVERYTHING, options.get("scale"), run, chunks=2)
     return _chunks(result, sorted(range(2 * number), key=order.__getitem__), chunk)
 
 

@@ -127,11 +127,8 @@ def reshape_rule(op: Op, graph: Graph) -> OpRule | None:
     if prod(before) == 0:
         return None
     dims, result, sizes, whole = regroup(before, after)
-    operands = [dims]
-    if len(op.operands) == 2:  # view_as: the other tensor has the shape of the result
-        operands.append(result)
     kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
-    return build(op, graph, operands, [result], kinds=kinds, sizes=sizes, linear=_FIRST, localize=_local_reshape)
+    return build(op, graph, [dims], [result], kinds=kinds, sizes=sizes, linear=_FIRST, localize=_local_reshape)
 
 
 def _local_reshape(op: Op, context: LocalContext) -> LocalOpCall:
@@ -261,17 +258,6 @@ def _repeat_interleave(op: Op, graph: Graph) -> OpRule:
 
     sizes = {"r": args["repeats"]}
     return build(op, graph, [dims], [result], sizes=sizes, linear=_FIRST, localize=localize)
-
-
-def _meshgrid(op: Op, graph: Graph) -> OpRule:
-    """Every operand gives one dim to all results."""
-    names = list(dim_names(len(op.operands)))
-    operands = [single([n])[: len(graph.by_name[v].shape)] for n, v in zip(names, op.operands, strict=True)]
-    order = [name if graph.by_name[v].shape else "" for name, v in zip(names, op.operands, strict=True)]
-    if arguments(op).get("indexing") == "xy" and len(order) > 1:
-        order[0], order[1] = order[1], order[0]
-    results: list[Dims] = [tuple((name,) if name else () for name in order)] * len(op.results)
-    return build(op, graph, operands, results)
 
 
 # -- moving along a dim ------------------------------------------------------------------------------------------------
@@ -427,7 +413,7 @@ def _triangle(op: Op, graph: Graph, *, upper: bool) -> OpRule:
 
 SHAPES: RuleTable = by_operator(
     {
-        "view reshape _unsafe_view flatten.using_ints unflatten.int ravel view_as reshape_as": reshape_rule,
+        "reshape flatten.using_ints unflatten.int ravel": reshape_rule,
         "transpose.int swapdims": partial(_reordered, partial(_swapped, "dim0", "dim1")),
         "swapaxes": partial(_reordered, partial(_swapped, "axis0", "axis1")),
         "permute": partial(_reordered, lambda args, rank: dims_in_order(args["dims"], rank)),
@@ -438,11 +424,10 @@ SHAPES: RuleTable = by_operator(
         "unsqueeze": _unsqueeze,
         "diagonal diag_embed diagonal_scatter": _diagonal,
         "view_as_complex view_as_real": _complex_pairs,
-        "expand expand_as broadcast_to": _expand,
+        "expand broadcast_to": _expand,
         "repeat": partial(_repeat, "repeats"),
         "tile": partial(_repeat, "dims"),
         "repeat_interleave.self_int": _repeat_interleave,
-        "meshgrid meshgrid.indexing": _meshgrid,
         "roll": _roll,
         "flip fliplr flipud": _flip,
         "pad": zeros_if_empty(_pad),

@@ -26,6 +26,7 @@ from shardwise.rules.convolution import CONVOLUTION
 from shardwise.rules.dropout import DROPOUT
 from shardwise.rules.elementwise import ELEMENTWISE
 from shardwise.rules.experts import EXPERTS
+from shardwise.rules.head import HEAD
 from shardwise.rules.images import IMAGES
 from shardwise.rules.indexing import INDEXING
 from shardwise.rules.joins import JOINS
@@ -63,6 +64,7 @@ RULES: RuleTable = by_operator(
     CONSTRUCTORS,
     DROPOUT,
     LABEL_TERMS,
+    HEAD,
     RECURRENT,
     EXPERTS,
     TRANSFORMS,

@@ -7,10 +7,13 @@ or a mean, every part of the rows sees all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, by_operator
@@ -26,7 +29,6 @@ from shardwise.rules.binding import RuleTable, build, dim_names, single, with_di
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.indexing import aligned_dims, index_layout
 from shardwise.rules.local_kernels import INDEX_PUT_ROWS, SCATTER_ROWS, SCATTERED_SUM
-from shardwise.rules.lowerings import indexing as lowerings
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule
 
 aten = torch.ops.aten
@@ -75,7 +77,7 @@ def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
     together = tuple(positions[name][0] for name in ("self", "src") if name in positions)
     additive = op.target is aten.scatter_add.default or (not how and args.get("value", 0) == 0)
     linear = (together,) if additive else ()
-    lowering, local = lowerings.scatter_add if adds else None, if_split(localize, "v")
+    lowering, local = scatter_add if adds else None, if_split(localize, "v")
     return build(op, graph, operands, [operand], kinds=kinds, linear=linear, localize=local, lowering=lowering)
 
 
@@ -118,7 +120,7 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
         kinds=kinds,
         linear=linear,
         localize=if_split(localize, names[place]),
-        lowering=lowerings.index_add if adds else None,
+        lowering=index_add if adds else None,
     )
 
 
@@ -152,7 +154,7 @@ def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
         kinds={name: "lowered" if adds else "whole" for name in sizes if name[0] == "i"},
         linear=((0, len(op.operands) - 1),),
         localize=if_split(localize, *indexed),
-        lowering=lowerings.index_put if adds else None,
+        lowering=index_put if adds else None,
     )
 
 
@@ -200,7 +202,49 @@ def masked_scatter_rule(op: Op, graph: Graph) -> OpRule | None:
     dims = single(names)
     kinds: dict[str, FactorKind] = dict.fromkeys((*names, *sources), "lowered")
     operands = [dims, broadcast_dims(mask, shape, names), single(sources)]
-    return build(op, graph, operands, [dims], kinds=kinds, linear=((0, 2),), lowering=lowerings.masked_scatter)
+    return build(op, graph, operands, [dims], kinds=kinds, linear=((0, 2),), lowering=masked_scatter)
+
+
+# ------------------------------------------------------------------------------------------------------------ lowerings
+
+
+def _added(self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    rows = self.shape[dim]
+    total: Tensor = torch.ops.shardwise.scattered_sum(src, dim % self.dim(), index, [rows], [0], [rows])
+    return self + total
+
+
+def scatter_add(
+    self: Tensor, dim: int, index: Tensor, src: Tensor, how: str = "sum", *, include_self: bool = True
+) -> Tensor:
+    """Also ``scatter_reduce`` with the reduction ``sum``."""
+    assert (how, include_self) == ("sum", True), "only sums can be split by what is added"
+    return _added(self, dim, index, src)
+
+
+def index_add(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+    return _added(self, dim, index, source if alpha == 1 else source * alpha)
+
+
+def index_put(self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
+    """Adjacent indexed dims as one, and their indices as one list."""
+    assert accumulate, "only sums can be split by what is added"
+    first = next(dim for dim, index in enumerate(indices) if index is not None)
+    chosen = [index for index in indices if index is not None]
+    sizes = self.shape[first : first + len(chosen)]
+    counted = [torch.where(index < 0, index + size, index) for index, size in zip(chosen, sizes, strict=True)]
+    within = [(index >= 0) & (index < size) for index, size in zip(counted, sizes, strict=True)]
+    flat = sum(index * prod(sizes[i + 1 :]) for i, index in enumerate(counted))
+    flat = torch.where(reduce(torch.logical_and, within), flat, prod(sizes))
+    after = self.shape[first + len(chosen) :]
+    addends = values.expand(*self.shape[:first], *flat.shape, *after).flatten(first, first + flat.dim() - 1)
+    rows = self.flatten(first, first + len(chosen) - 1)
+    return torch.unflatten(_added(rows, first, flat.flatten(), addends), first, sizes)
+
+
+def masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    place = (mask.expand(self.shape).flatten().cumsum(0) - 1).reshape(self.shape)
+    return torch.where(mask, source.flatten()[place.clamp_min(0)], self)
 
 
 UPDATES: RuleTable = by_operator(

@@ -53,7 +53,6 @@ _TRANSPOSED = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transp
 def _conv_window(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     stride: Sequence[int],
     before: Sequence[int],
     after: Sequence[int],
@@ -66,14 +65,13 @@ def _conv_window(
     x = _padded(x, *rest)
     batched = x.dim() == weight.dim()
     x = x if batched else x.unsqueeze(0)
-    y = _CONVOLUTIONS[len(padding) - 1](x, weight, bias, stride, padding, dilation, groups)
+    y = _CONVOLUTIONS[len(padding) - 1](x, weight, None, stride, padding, dilation, groups)
     return y if batched else y.squeeze(0)
 
 
 def _conv_transpose_window(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     stride: Sequence[int],
     dilation: Sequence[int],
     groups: int,
@@ -81,7 +79,7 @@ def _conv_transpose_window(
     lengths: Sequence[int],
 ) -> Tensor:
     """Return a transposed convolution without padding, of which rows ``fronts`` and on are kept, ``lengths`` of them;
-    rows that it does not have are zeros, before the bias."""
+    rows that it does not have are zeros."""
     count = len(stride)
     batched = x.dim() == weight.dim()
     x = x if batched else x.unsqueeze(0)
@@ -90,7 +88,6 @@ def _conv_transpose_window(
     y = _TRANSPOSED[count - 1](x, weight, None, stride, [0] * count, [0] * count, groups, dilation)
     # A window without rows got one of zeros, which lies anywhere.
     y = _placed(y, [0 if none else front for none, front in zip(empty, fronts, strict=True)], lengths)
-    y = y if bias is None else y + bias.reshape(-1, *(1,) * count)
     return y if batched else y.squeeze(0)
 
 
@@ -345,12 +342,12 @@ COPIED_RUNS: Final = _define(
     "copied_runs(Tensor x, int[] dims, int[] counts, int[] lengths, int[] firsts, int[] steps) -> Tensor", _copied_runs
 )
 CONV_WINDOW: Final = _define(
-    "conv_window(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] before, int[] after, int[] dilation, "
+    "conv_window(Tensor x, Tensor weight, int[] stride, int[] before, int[] after, int[] dilation, "
     "int groups) -> Tensor",
     _conv_window,
 )
 CONV_TRANSPOSE_WINDOW: Final = _define(
-    "conv_transpose_window(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] dilation, int groups, "
+    "conv_transpose_window(Tensor x, Tensor weight, int[] stride, int[] dilation, int groups, "
     "int[] fronts, int[] lengths) -> Tensor",
     _conv_transpose_window,
 )

@@ -9,12 +9,13 @@ import io
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
 from time import monotonic, sleep
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch._ops import OpOverload
 from shardwise.errors import LaunchError, ShardwiseError, name_ranks
 from shardwise.progress import show_progress
 from shardwise.runtime.communicator import Communicator, group_timeout
+from shardwise.runtime.rank_tree import FANOUT, RankTree, SmallGroup
 
 T = TypeVar("T")
 _BEATS = "shardwise/rank-0-works"
@@ -31,6 +33,7 @@ _FIRST_PAUSE_SECONDS = 1e-3
 _MEETING_SECONDS = 60.0
 _HALF_AN_HOUR = timedelta(minutes=30)  # torch's default, for a group without a time-out
 _turns = count()  # every rank makes the same number of calls
+_trees: WeakKeyDictionary[Any, RankTree] = WeakKeyDictionary()  # by default group
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -41,10 +44,29 @@ def rank_and_world_size() -> tuple[int, int]:
 def gather_values(value: T, group: Any = None) -> list[T]:
     """Return the values of all ranks of a group (None: of the job), by rank. Collective."""
     values: list[Any] = [value]
-    if rank_and_world_size()[1] > 1:
+    num_ranks = rank_and_world_size()[1]
+    if num_ranks > 1:
         values = [None] * dist.get_world_size(group)
+        if len(values) == num_ranks > FANOUT:
+            return rank_tree().gather(value)
         dist.all_gather_object(values, value, group=group)
     return values
+
+
+def rank_tree() -> RankTree:
+    """Return the tree over the ranks of the job. The first call is a collective."""
+    world: Any = dist.group.WORLD
+    if world not in _trees:
+        _trees[world] = RankTree(f"tree-{next(_turns)}", group_timeout())
+    return _trees[world]
+
+
+def connect_pairs(pairs: Iterable[tuple[int, int]]) -> dict[int, SmallGroup]:
+    """Return a group with each rank that is in a pair with this one; one group of all would connect each rank to each.
+    Collective: all ranks give the same pairs."""
+    rank, name = rank_and_world_size()[0], f"pairs-{next(_turns)}"
+    own = sorted({(min(pair), max(pair)) for pair in pairs if rank in pair})  # in one order: each waits for its peer
+    return {sum(pair) - rank: SmallGroup(name, pair, group_timeout()) for pair in own}
 
 
 def raise_first(kind: type[ShardwiseError], fault: ShardwiseError | None) -> None:
@@ -83,8 +105,10 @@ def meet_all(what: str) -> None:
 
 def from_rank_zero(compute: Callable[[], T]) -> T:
     """Run ``compute()`` on rank 0 and return its result on every rank; all ranks must call this. A ShardwiseError is
-    raised on all of them. It may take longer than the time-out of collectives."""
+    raised on all of them, and one with the text of any other error on the others. It may take longer than the time-out
+    of collectives."""
     outcome: T | ShardwiseError | None = None
+    failure: Exception | None = None
     rank, num_ranks = rank_and_world_size()
     if rank == 0:
         try:
@@ -92,6 +116,9 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
                 outcome = compute()
         except ShardwiseError as error:
             outcome = error
+        except Exception as error:
+            failure = error
+            outcome = ShardwiseError(f"rank 0: {type(error).__name__}: {error}")
     if num_ranks > 1:
         meet_rank_zero("what it computes for all")
         box: list[Any] = [None]
@@ -105,6 +132,8 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
                 box = [_dump(outcome)]
         dist.broadcast_object_list(box, src=0)
         outcome = _load(box[0]) if rank else outcome
+    if failure is not None:
+        raise failure
     if isinstance(outcome, ShardwiseError):
         raise outcome
     assert outcome is not None

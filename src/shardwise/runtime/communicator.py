@@ -69,6 +69,12 @@ def rank_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
+def finish_work(device: torch.device) -> None:
+    """Wait for all work queued on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def is_gloo(group: Any) -> bool:
     return backend_of(group) == "gloo"
 
@@ -239,6 +245,17 @@ class Communicator:
         padded = flat.new_zeros(max(counts))
         padded[: flat.numel()] = flat
         return [row[:count] for row, count in zip(self.gather_from_all(padded, what), counts, strict=True)]
+
+    def swap(self, sent: Sequence[torch.Tensor], counts: Sequence[int], what: str) -> list[torch.Tensor]:
+        """Send a flat tensor to every device of the placement; return those received, of ``counts`` elements."""
+        is_world = self._has_all_ranks and self.backend is None
+        group = dist.group.WORLD if is_world else self.group(self.mesh.sub_axes)
+        self.launched += 1
+        received, lengths = sent[0].new_empty(sum(counts)), [len(part) for part in sent]
+        with explain_failures(what, self._failed(what)):
+            work = dist.all_to_all_single(received, torch.cat(list(sent)), list(counts), lengths, group, async_op=True)
+            InFlight(work, received, is_gloo(group)).wait()
+        return list(received.split(list(counts)))
 
     def start_gather(self, tensor: torch.Tensor, what: str) -> GatheredRows:
         """Start ``gather_from_all`` and return its handle."""

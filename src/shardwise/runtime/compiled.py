@@ -27,7 +27,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise.costs.kernels import KernelWork
 from shardwise.errors import warn_user
+from shardwise.graph.custom_operators import decomposed_dropout, dropout
 from shardwise.graph.ir import Ref
+from shardwise.graph.trees import storage_of
 from shardwise.programs.compile_regions import CompileRegion, SectionIndex, divide, kind_of
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, Origin, Part, with_operands
@@ -332,9 +334,10 @@ def _traced(
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
         return list(fx.Interpreter(module).run(*primals, *tangents))
 
+    decompositions = {**select_decomp_table(), dropout._opoverload: decomposed_dropout}
     with fx_traceback.preserve_node_meta():
         traced: fx.GraphModule = make_fx(
-            torch.func.functionalize(joint), decomposition_table=select_decomp_table(), tracing_mode="real"
+            torch.func.functionalize(joint), decomposition_table=decompositions, tracing_mode="real"
         )(list(primals), list(tangents))
     traced.graph.set_codegen(fx.graph.CodeGen())
     traced.graph.eliminate_dead_code()
@@ -386,21 +389,17 @@ class _SectionCompiler:
                 fake if stride is None or stride == fake.stride() else fake.as_strided(fake.shape, stride)
                 for fake, stride in zip(values, strides, strict=True)
             ]
-            storage = {_storage(fake): node.name for node, fake in reversed(list(zip(operands, fakes, strict=True)))}
+            storage = {storage_of(fake): node.name for node, fake in reversed(list(zip(operands, fakes, strict=True)))}
             kernels = CompiledKernels(function, tuple(tuple(fake.stride()) for fake in fakes))
             names = tuple(node.name for node in outputs)
             forms = tuple(Form.of(fake) for fake in results)
             shares = []
             for node, fake in zip(outputs, values, strict=True):
-                shares.append(storage.get(_storage(fake)))
-                storage.setdefault(_storage(fake), node.name)
+                shares.append(storage.get(storage_of(fake)))
+                storage.setdefault(storage_of(fake), node.name)
             parts.append(_CompiledSection(kernels, tuple(node.name for node in operands), names, forms, tuple(shares)))
             self.values.update(zip(names, results, strict=True))
         return parts, tuple(node.name for node in ends[:num_returned])
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _places(graph: fx.Graph, half: str, num_sections: int, first_read: Mapping[str, int]) -> dict[fx.Node, int]:

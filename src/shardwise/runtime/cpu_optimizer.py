@@ -73,7 +73,7 @@ def _update(
     args, kwargs = _evaluated(args, kwargs)
     parameters = [(i, p) for i, group_parameters in enumerate(lists) for p in group_parameters]
     groups = state_groups([(numbered, numbered[1].nbytes) for numbered in parameters])
-    step = bare_step(type(optimizer))
+    step = bare_step(type(optimizer).step)
     hosts = _CpuStates(optimizer, offloaded)
     try:
         hosts.bring(p for _, p in groups[0])

@@ -176,7 +176,7 @@ class ModuleWriter:
                 self.departing[instruction.flight] = departing
                 self.nodes[instruction.flight] = self._call_module(f"depart_{index}", departing, instruction.operands)
             elif isinstance(instruction, Arrive):
-                arriving = Arriving(instruction, self.departing.pop(instruction.flight).transit)
+                arriving = Arriving(instruction, self.departing.pop(instruction.flight))
                 arrived = self._call_module(f"arrive_{index}", arriving, (instruction.flight,))
                 self._name(arrived, instruction.results, single=False)
             elif isinstance(instruction, Land):

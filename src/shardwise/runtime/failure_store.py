@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -39,8 +40,9 @@ class FailureStore:
     def __init__(self) -> None:
         self.call, self.caller = 0, 0
         self._asked: set[int] = set()  # the calls that this rank asked the others to agree on
-        self._num_read = 0  # number of published statuses at the last read
-        self._statuses: list[tuple[int, RankStatus]] = []  # (rank, its latest status), possibly of a later call
+        # By default group, whose store they are of: the numbers of the published statuses that this rank has read, and
+        # rank -> its latest status, possibly of a later call.
+        self._heard: WeakKeyDictionary[Any, tuple[set[int], dict[int, RankStatus]]] = WeakKeyDictionary()
 
     def begin(self) -> None:
         """Begin a call of a parallel module, in this thread."""
@@ -81,26 +83,30 @@ class FailureStore:
             return
         with suppress(RuntimeError):  # torch's DistError: the store's rank is gone, and will be named
             store = dist.distributed_c10d._get_default_store()
-            store.set(_key(dist.get_rank()), json.dumps(asdict(status)))
-            store.add(_RAISED, 1)
+            store.set(_key(store.add(_RAISED, 1)), json.dumps([dist.get_rank(), asdict(status)]))
 
     def explained(self, call: int | None = None) -> ShardwiseError | None:
         """Return the error that explains why others do not arrive in a call (None: the current one): a rank has left
         it, or asks about another."""
         call = self.call if call is None else call
+        statuses: dict[int, RankStatus] = {}
         with suppress(RuntimeError):  # as above
             store = dist.distributed_c10d._get_default_store()
+            read, statuses = self._heard.setdefault(dist.group.WORLD, (set(), {}))
             raised = store.add(_RAISED, 0)
-            if raised != self._num_read:
-                others = (rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
-                published = (rank for rank in others if store.check([_key(rank)]))
-                self._statuses = [(rank, RankStatus(**json.loads(store.get(_key(rank))))) for rank in published]
-                self._num_read = raised
-        for rank, status in self._statuses:
+            # One request for each that is new: among n ranks, all would ask for n. One may be missing: its rank died.
+            for number in sorted({*range(1, raised + 1)} - read):
+                if store.check([_key(number)]):
+                    read.add(number)
+                    rank, published = json.loads(store.get(_key(number)))
+                    if rank != dist.get_rank():
+                        statuses[rank] = RankStatus(**published)
+        latest = sorted(statuses.items())
+        for rank, status in latest:
             if status.call == call and status.kind == "left":
                 fix = f"see the error of rank {rank}; it does not take part in this call"
                 return CollectiveError(problem(f"rank {rank} has left this call: {status.text}", fix=fix), [rank])
-        for rank, status in self._statuses:
+        for rank, status in latest:
             if status.call == call and call not in self._asked and status.kind == "asks":
                 return ShardwiseError(
                     f"ranks make different calls: rank {rank} changed its call, but rank {dist.get_rank()} "
@@ -110,8 +116,8 @@ class FailureStore:
         return None
 
 
-def _key(rank: int) -> str:
-    return f"shardwise/hand-{rank}"
+def _key(number: int) -> str:
+    return f"shardwise/hand-{number}"
 
 
 # Not a cache: a process is one rank.

@@ -149,7 +149,9 @@ def last_message() -> str:
     entries: list[dict[str, Any]] = pickle.loads(dump()).get("entries", []) if dump is not None else []
     if not entries:
         return ""
-    entry = next((recorded for recorded in entries if _is_under_way(recorded)), entries[-1])
+    # What a later message of the same group follows has ended, though the recorder may not know it yet.
+    latest = {entry["process_group"][0]: entry for entry in entries}
+    entry = next((recorded for recorded in latest.values() if _is_under_way(recorded)), entries[-1])
     pairs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     sizes = ", ".join(f"{dtype} {size}" for dtype, size in pairs) or "nothing"
     frames = (frame for frame in entry.get("frames", ()) if not frame["filename"].startswith(NOT_USER_CODE))

@@ -7,13 +7,14 @@ result is sharded again. Every rank runs it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, listed, warn_user
+from shardwise.errors import CaptureWarning, ModelAttributeError, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.local_shards import shard
@@ -21,6 +22,8 @@ from shardwise.runtime.local_shards import shard
 MARKS = "marks_values"  # marks hooks that only annotate layouts
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
+
+watch_optimizers = cache(register_optimizer_step_pre_hook)  # a hook before the steps of all optimizers is set once
 
 
 def foreign_wrapper_error(wrapper: str) -> ShardwiseError:
@@ -36,6 +39,26 @@ class ShardedModule(nn.Module):
     captured in programs and cannot be changed here."""
 
     _attributes: frozenset[str] = frozenset()  # the names that the module has
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a number or text of the original module, as programs have it. Raises ModelAttributeError for its
+        methods, and for the ``module`` of other tools' wrappers."""
+        own = vars(self)
+        if self._holds(name):
+            return super().__getattr__(name)
+        if name in own.get("_constants", ()):
+            return own["_constants"][name]
+        if name in own.get("_attributes", ()) and name not in _OF_MODULES:
+            raise ModelAttributeError(
+                f"{name} is an attribute of the {own['_kind']} that was parallelized, and only its forward is planned",
+                fix=f"let forward do it, chosen by a flag: par(x, {name}=True); or call it on the original module",
+            )
+        if name == "module" and "_kind" in own:
+            raise ModelAttributeError(
+                f"there is no module inside: this is the parallel {own['_kind']} itself",
+                fix="leave .module out: parameters and submodules have the names of the original",
+            )
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":  # as torch's fully_shard does
@@ -54,6 +77,11 @@ class ShardedModule(nn.Module):
         """Take the module's mode, and from now on refuse changes of its attributes that ranks would not see."""
         self.training, self._kind = module.training, type(module).__name__
         self._attributes = (frozenset(dir(module)) - _OF_MODULES) | {"forward"}
+        self._constants = {
+            name: value
+            for name, value in vars(module).items()
+            if name in self._attributes and isinstance(value, bool | int | float | str | torch.dtype)
+        }
         self._class, train = type(module), getattr(module.train, "__func__", None)
         self._trains_itself = train is not nn.Module.train
 
@@ -80,7 +108,7 @@ class ShardedModule(nn.Module):
 
     def _holds(self, name: str) -> bool:
         attributes = vars(self)
-        tables = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
+        tables = [attributes.get(table, ()) for table in ("_parameters", "_buffers", "_modules")]
         return name in attributes or any(name in table for table in tables)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.errors import CaptureWarning, warn_user
 from shardwise.graph.capture import OutputMemory
+from shardwise.graph.trees import storage_of
 from shardwise.programs.spmd import SpmdProgram
 
 
@@ -25,15 +26,15 @@ def separate_memory(
 
     ``memories``: one entry per output; ``sources``: value -> the tensor that this rank holds.
     """
-    owner = {_storage(tensor): name for name, tensor in sources.items() if tensor.numel()}
+    owner = {storage_of(tensor): name for name, tensor in sources.items() if tensor.numel()}
     separated = []
     for output, memory in zip(outputs, memories, strict=True):
         if memory is None or not isinstance(output, Tensor) or not output.numel():
             separated.append(output)
             continue
-        if owner.setdefault(_storage(output), memory.name) != memory.name:
+        if owner.setdefault(storage_of(output), memory.name) != memory.name:
             output = output.clone()
-            owner[_storage(output)] = memory.name
+            owner[storage_of(output)] = memory.name
         separated.append(output)
     return separated
 
@@ -43,9 +44,9 @@ def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     overwritten."""
     if not buffers:
         return
-    memories = {_storage(buffer) for buffer in buffers}
+    memories = {storage_of(buffer) for buffer in buffers}
     with torch.no_grad():
-        kept = [value.clone() if _storage(value) in memories else value for value in values]
+        kept = [value.clone() if storage_of(value) in memories else value for value in values]
         for buffer, value in zip(buffers, kept, strict=True):
             buffer.copy_(value)
 
@@ -83,7 +84,3 @@ def announce_copies(spmd: SpmdProgram, memories: Iterable[OutputMemory | None]) 
             "buffer, so the output is a copy made at its call",
             CaptureWarning,
         )
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

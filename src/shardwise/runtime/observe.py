@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -38,7 +38,7 @@ class Half:
         return _Interpreter(self, observer).run(*args)
 
 
-class Observer(Protocol):
+class Observer:
     """Sees every node of the halves that it observes."""
 
     def begin(self, half: Half) -> None:
@@ -46,14 +46,17 @@ class Observer(Protocol):
 
     def run(self, node: fx.Node, half: Half, values: Mapping[fx.Node, Any], call: Callable[[], Any]) -> Any:
         """Call ``call`` once and return its result. ``values``: those that later nodes still need."""
+        return call()
 
     def add(self, source: str, total: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the gradient of a micro-batch to the sum of a source."""
+        total.add_(gradient)
 
 
 class _Interpreter(fx.Interpreter):
     def __init__(self, half: Half, observer: Observer) -> None:
         super().__init__(half.module)
+        self.extra_traceback = False  # fx would add nodes of its own to the errors of operators
         self.half, self.observer = half, observer
 
     def run_node(self, n: fx.Node) -> Any:

@@ -8,17 +8,16 @@ Stepping such an optimizer raises an error. The other changes cause a warning: t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 from weakref import WeakSet, ref
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.errors import PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.trees import constant_key, is_constant
+from shardwise.runtime.hooks import watch_optimizers
 
 _split = WeakTensorKeyDictionary()  # parameters of original modules -> their names
 _trained = WeakTensorKeyDictionary()  # those that an optimizer has updated in the original module
@@ -34,7 +33,7 @@ class OriginalModuleMonitor:
         self._calls, self._next = 0, 1
         for name, parameter in module.named_parameters():
             _split[parameter] = name
-        _watch_optimizers()
+        watch_optimizers(_before_step)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return an empty state: a copy monitors no original module."""
@@ -100,11 +99,6 @@ def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}".removeprefix("."), value
     for name, parameter in module.named_parameters():
         yield f"{name}.requires_grad", parameter.requires_grad
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

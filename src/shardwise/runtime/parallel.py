@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain, groupby
 from typing import Any, Literal, overload
 
 import torch
@@ -12,11 +14,13 @@ from torch.amp.grad_scaler import GradScaler
 
 from shardwise.errors import NotFiniteError, PlanWarning, ShardwiseError, warn_user
 from shardwise.graph.batch import num_samples
-from shardwise.graph.ir import Ref
+from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import unflatten
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.text import format_layout
 from shardwise.plans.bind_stages import delivered_layouts
+from shardwise.plans.quantities import format_bytes
 from shardwise.plans.schedule import schedule_of
 from shardwise.programs.micro_batches import Passes
 from shardwise.runtime.agree import meet_all, show_progress_once
@@ -24,6 +28,7 @@ from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import refuse_create_graph
 from shardwise.runtime.finite import FiniteWatch, NotFinite, all_finite, first_of
+from shardwise.runtime.guards.registry import ShardRecord, tensors_of
 from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.host_copies import Arrivals
 from shardwise.runtime.lazy_gather import deliver_outputs
@@ -412,6 +417,14 @@ class Parallel(ParallelModule):
             whole[out.name] = crossing.unpacked(wire)
         return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
 
+    def __repr__(self) -> str:
+        """Return the modules as torch prints them, with the layouts of tensors and what this rank holds of them."""
+        tensors = {id(tensor): tensor for _, tensor in tensors_of(self)}
+        stages = f"stages {', '.join(map(str, self._stages))} of {len(self.plan.stages)}, " * self.plan.is_pipeline
+        num_bytes = format_bytes(sum(tensor.nbytes for tensor in tensors.values()))
+        head = f"{self._kind} on {self._ranks.mesh}, {stages}rank {dist.get_rank()} with {num_bytes}"
+        return "\n".join([f"Parallel({head}", *(f"  {line}" for line in _module_lines(self, self._record_of())), ")"])
+
     # -- inspection ----------------------------------------------------------------------------------------------------
 
     @property
@@ -426,6 +439,16 @@ class Parallel(ParallelModule):
             raise ShardwiseError("no program yet: the first call compiles it")
         return self._latest.executables[0] if isinstance(self._latest, StageCall) else self._latest
 
+    @property
+    def graphs(self) -> Iterator[tuple[Graph, int]]:
+        """Yield the graphs of the last call on all ranks, each with the number of times that it ran: that of the
+        module, or of every stage for every size of a micro-batch. None before the first call."""
+        if isinstance(self._latest, StageCall):
+            for size, count in Counter(self._latest.passes.sizes).items():
+                yield from ((part, count) for part in self._latest.bounds[size].cut.parts)
+        elif self._latest is not None:
+            yield self._latest.spmd.graph, 1
+
     def output_layout(self, index: int) -> Layout:
         """Return the layout that the ``index``-th tensor of the last call's output had before it was gathered."""
         spmd = self.latest.spmd
@@ -438,6 +461,24 @@ class Parallel(ParallelModule):
         if not self.compiled:
             raise ShardwiseError("no program yet: the first call compiles it")
         return self.compiled[-1].program
+
+
+def _module_lines(module: torch.nn.Module, records: Mapping[int, ShardRecord]) -> list[str]:
+    """Return the lines on what is in a module; neighbours that print alike share one."""
+    lines = []
+    for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+        record = records.get(id(tensor))
+        if tensor is not None:
+            layout = format_layout(record.layout, tensor.dtype) if record is not None else str(list(tensor.shape))
+            lines.append(
+                f"{name}: {layout}" + f", here {list(tensor.shape)}" * bool(record and record.layout.positions)
+            )
+    children = [(name, f"{child._kind}(", _module_lines(child, records)) for name, child in module.named_children()]
+    for (kind, inside), alike in groupby(children, key=lambda child: child[1:]):
+        names = [name for name, _, _ in alike]
+        head = f"({names[0]}): {kind}" if len(names) == 1 else f"({names[0]}-{names[-1]}): {len(names)} x {kind}"
+        lines += [head, *(f"  {line}" for line in inside), ")"] if inside else [f"{head})"]
+    return lines
 
 
 class _Part(torch.autograd.Function):

@@ -78,7 +78,7 @@ from shardwise.runtime.stage import (
     with_samples_in,
 )
 from shardwise.runtime.stage_faults import StageFaults
-from shardwise.runtime.state_dict_entries import KEY, Shard, check_entries, cut_entries, shard_metadata
+from shardwise.runtime.state_dict_entries import KEY, check_entries, cut_entries, shard_metadata
 from shardwise.runtime.tensor_table import TensorTable
 from shardwise.runtime.torch_schedules import Scheduled
 
@@ -328,12 +328,14 @@ class ParallelModule(ShardedModule):
         return names - own if self.plan.is_pipeline else frozenset()
 
     @property
-    def _shards(self) -> dict[str, Shard]:
-        """Map every name of each sharded parameter or buffer to (layout, this rank's coordinates)."""
-        tensors = list(tensors_of(self))
-        layouts = {id(tensor): self.layouts[name] for name, tensor in tensors if name in self.layouts}
-        layout_of = {name: layouts[id(tensor)] for name, tensor in tensors if id(tensor) in layouts}
-        return {name: (layout, self.coordinates) for name, layout in layout_of.items() if layout.positions}
+    def _shards(self) -> dict[str, ShardRecord]:
+        """Map every name of each sharded parameter or buffer to its record."""
+        of = self._record_of()
+        return {name: of[id(x)] for name, x in tensors_of(self) if id(x) in of and of[id(x)].layout.positions}
+
+    def _record_of(self) -> dict[int, ShardRecord]:
+        records = self.records
+        return {id(tensor): records[name] for name, tensor in tensors_of(self) if name in records}
 
     def _seed_of_call(self, draws: bool) -> torch.Tensor:
         """Return the seed of the random numbers of this call; it advances with every training call.

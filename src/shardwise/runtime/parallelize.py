@@ -13,7 +13,6 @@ from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError
 from shardwise.graph.module_checks import check_kinds
 from shardwise.layouts.placement import Placement
 from shardwise.plans.plan import Plan
-from shardwise.plans.printing import only_priced
 from shardwise.plans.quantities import format_ranges
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import SCHEDULES, schedule_of
@@ -89,9 +88,8 @@ def parallelize(
             for one pass over its gradients. A call whose backward you call yourself runs operator by operator whenever
             it is checked, unless its replicas are. With a ``GradScaler``, which looks for infinite gradients itself,
             only the loss is looked at. Rank 0's setting counts; 0 or None: never.
-        randomness: By default dropout and other random numbers are those of one device, whatever the plan. With
-            ``"per_shard"`` every shard draws from its own generator, which is faster. Replicas still agree, shards
-            differ, and a seed reproduces the numbers under this plan only.
+        randomness: Random numbers are those of one device, whatever the plan. ``"per_shard"`` is accepted with a
+            warning: a generator per shard would be no faster.
         host: Names of tables, or patterns (``"embed.weight"``, ``"fields.*.weight"``), that stay on the CPU with their
             gradients and optimizer states. Indices are copied there and the looked-up rows come back
             (``runtime.cpu_embedding``). Prices and ``memory_bytes`` of the plan still count them on the device.
@@ -120,7 +118,7 @@ def parallelize(
     for name, value, allowed, meaning in (
         ("inputs", inputs, ("global", "local"), '"global" (the whole batch on every rank) or "local" (its part)'),
         ("compile", compile, (None, True, False, "auto"), 'True, False or "auto" (where it compiles)'),
-        ("randomness", randomness, ("same_as_one_device", "per_shard"), '"same_as_one_device" or "per_shard"'),
+        ("randomness", randomness, ("same_as_one_device", "per_shard"), '"same_as_one_device" (the default)'),
         (
             "outputs",
             outputs,
@@ -143,18 +141,21 @@ def parallelize(
     require_memory(agreed, device, {name for name, p in module.named_parameters() if p.requires_grad})
     if compile is None:
         compile = "auto" if device.type == "cuda" else False
-    replicas, finite, streams, on_host = from_rank_zero(
+    replicas, finite, on_host = from_rank_zero(
         lambda: (
             checked_interval("check_replicas", check_replicas),
             checked_interval("check_finite", check_finite),
-            randomness == "per_shard",
             matching_parameters(module, host),
         )
     )
     announce_hooks(module)
-    if dist.get_rank() == 0 and (sentence := only_priced(agreed)):
-        warn_user(f"the plan was {sentence}", PlanWarning)
-    settings = RunSettings(loss, inputs, device, compile, replicas, finite, streams, on_host, outputs)
+    if randomness == "per_shard" and dist.get_rank() == 0:
+        warn_user(
+            'randomness="per_shard" draws the numbers of one device, which cost no more than a generator per shard: '
+            "omit it",
+            PlanWarning,
+        )
+    settings = RunSettings(loss, inputs, device, compile, replicas, finite, on_host, outputs)
     with show_progress_once("making the ranks' parts of the model"):
         return Parallel(module, agreed, settings, seed=seed, init=init, weights=weights)
 

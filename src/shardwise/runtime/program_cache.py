@@ -12,12 +12,11 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, warn_user
+from shardwise.errors import PlanError, ShardwiseError, listed, warn_user
 from shardwise.graph.autocast import check_ambient, no_autocast
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.closure_guards import ClosureGuards
 from shardwise.graph.code_reachability import reachable_code
-from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.fakes import empty_copy
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
@@ -29,7 +28,7 @@ from shardwise.plans.plan import Plan
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.grad_accum_program import repeated
 from shardwise.programs.hoist_constants import with_constants_apart
-from shardwise.programs.program import LocalOp, LocalProgram, localize
+from shardwise.programs.program import localize
 from shardwise.programs.rank_program import RankProgram, delivered_values
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import Conversion
@@ -84,9 +83,9 @@ def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
 @dataclass(frozen=True)
 class RunSettings:
     """How a module runs under its plan, the same on every rank; see ``parallelize``. ``compile``: always, never, or
-    where a program compiles (``"auto"``); ``check_replicas``, ``check_finite``: 0 for never; ``streams``: every shard
-    draws its own random numbers; ``host``: names of the tables that stay on the CPU; ``outputs``: when outputs other
-    than the loss are gathered (None: large ones when they are read)."""
+    where a program compiles (``"auto"``); ``check_replicas``, ``check_finite``: 0 for never; ``host``: names of
+    the tables that stay on the CPU; ``outputs``: when outputs other than the loss are gathered (None: large ones when
+    they are read)."""
 
     loss: Callable[..., Any] | None
     inputs: Inputs
@@ -94,7 +93,6 @@ class RunSettings:
     compile: Compile
     check_replicas: int = 0
     check_finite: int = 0
-    streams: bool = False
     host: frozenset[str] = frozenset()
     outputs: Outputs | None = None
 
@@ -243,8 +241,8 @@ class ProgramCache:
                 loss=loss,
                 precision=self.plan.precision,
                 input_gradients=True,
-                per_micro_batch=self.plan.terms if call.loss_only else (),
-            )
+                heads=self.plan.fused_heads,
+            ).with_terms(self.plan.terms if call.loss_only else ())
         )
         self._given |= {leaf: None for _, leaf in leaves if isinstance(leaf, FunctionType)}
         self._surroundings = ClosureGuards.of_code(reachable_code(model, self.settings.loss, self._given))
@@ -317,9 +315,6 @@ class ProgramCache:
         """Emit this rank's step of a program. ``repeats``: as a step over micro-batches."""
         device, compiles = self.settings.device, self.settings.compile is not False
         local = localize(spmd, self.ranks.place.device_of(self.ranks.rank))
-        if self.settings.streams:
-            local = _with_streams(local)
-            self._announce_kept(local)
         placed, host_values = place_on_cpu(local, self.settings.host)
         vjp_cache = VjpCache(device.type if device.type != "meta" else "cpu")
 
@@ -373,19 +368,6 @@ class ProgramCache:
             program,
         )
 
-    def _announce_kept(self, program: LocalProgram) -> None:
-        """Warn once, on rank 0, about operators that draw numbers and are kept though the plan recomputes them."""
-        recomputed = program.spmd.lifetimes.operators
-        drawing = [op for op in program.instructions if isinstance(op, LocalOp) and op.op in recomputed]
-        kept = {op.op for op in drawing if op.call.target in STREAMS.values()} - self._announced
-        self._announced.update(kept)
-        if kept and self.ranks.rank == 0:
-            warn_user(
-                f'with randomness="per_shard" the results of {listed(sorted(kept))} are kept for backward, although '
-                "the plan recomputes them: a generator would draw other numbers",
-                PlanWarning,
-            )
-
     def _announce(self, untraceable: Mapping[str, str]) -> None:
         """Warn once, on rank 0, about operators whose backward is left to autograd."""
         new = {name: why for name, why in untraceable.items() if name not in self._announced}
@@ -399,26 +381,20 @@ class ProgramCache:
             )
 
 
-def _with_streams(program: LocalProgram) -> LocalProgram:
-
-    def streamed(instruction: Any) -> Any:
-        if isinstance(instruction, LocalOp) and instruction.call.target in STREAMS:
-            return replace(instruction, call=replace(instruction.call, target=STREAMS[instruction.call.target]))
-        return instruction
-
-    return replace(program, instructions=tuple(map(streamed, program.instructions)))
-
-
 @contextmanager
 def apart_from_caller() -> Iterator[None]:
     """Capture calls and build programs apart from the caller's modes. Only rank 0 captures, so it must not trigger the
     caller's saved-tensor hooks (torch.utils.checkpoint counts them). Constants must not be inference tensors."""
-    with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-        yield
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    hooks, of_autograd = [], torch._C._autograd
+    while (top := of_autograd._top_saved_tensors_default_hooks(True)) is not None:  # torch.func allows none
+        hooks.append(top)
+        of_autograd._pop_saved_tensors_default_hooks()
+    try:
+        with torch.inference_mode(False):
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            of_autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def refuse_input_gradients(named: Mapping[str, torch.Tensor], plan: Plan) -> None:

@@ -5,10 +5,10 @@ of one collective, or of the same arithmetic on copies. Nothing enforces that. C
 different batches, if one rank changes a parameter, or if a kernel sums in another order each time. The trained model is
 then no longer the intended one.
 
-A checked call runs a variant of the program: the same operators and conversions on the same tensors, and after each a
-64-bit fingerprint of its result. Fingerprints are all-gathered after the forward pass, and those of the gradients after
-the backward pass. They tell every rank the first value in program order whose copies differ. Values are compared along
-invariant and replicated axes only: shards and partial sums differ.
+A checked call runs the program node by node, each through an observer that takes a 64-bit fingerprint of its result.
+Fingerprints are all-gathered after the forward pass, and those of the gradients after the backward pass. They tell
+every rank the first value in program order whose copies differ. Values are compared along invariant and replicated axes
+only: shards and partial sums differ.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from shardwise.programs.spmd import SpmdProgram
 from shardwise.runtime.agree import gather_values
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import Emitted
+from shardwise.runtime.observe import Half, Observer, halves_of
 from shardwise.runtime.step import Forward
 
 Kind = Literal[
@@ -128,9 +129,27 @@ class Subject:
         return f"{words.get(self.kind, self.kind)} {self.op if self.kind == 'operator' else self.name}"
 
 
-# A program that also returns fingerprints; their subjects; of shape [ranks, fingerprints]: per rank and fingerprint the
-# first rank that must have the same one.
-Instrumented = tuple[fx.GraphModule, tuple[Subject, ...], Tensor]
+class _Prints(Observer):
+    """Takes the fingerprints of every used value of a program that has copies. ``leaders``: of shape [ranks, nodes]:
+    per rank and node the first rank that must have the same fingerprint."""
+
+    def __init__(self, emitted: Emitted, fingerprint: Fingerprint) -> None:
+        program, spmd = emitted.program, emitted.program.spmd
+        node_of = {node.meta["value"]: node for node in emitted.forward.graph.nodes if "value" in node.meta}
+        constants = constant_values(spmd)  # computed once from buffers, which are compared
+        # The same on all ranks, although a rank may have two names for one tensor.
+        names = [name for name in _compared(spmd) if program.resolve(name) in node_of and name not in constants]
+        self.nodes = [node_of[program.resolve(name)] for name in names]
+        self.subjects = tuple(_subject(name, spmd) for name in names)
+        self.leaders = _leaders([subject.layout for subject in self.subjects], spmd.mesh)
+        self.half, self.fingerprint = halves_of(emitted)[0], fingerprint
+        self.of = dict.fromkeys(self.nodes, torch.zeros(()))
+
+    def run(self, node: fx.Node, half: Half, values: Mapping[fx.Node, Any], call: Callable[[], Any]) -> Any:
+        result = call()
+        if node in self.of:
+            self.of[node] = self.fingerprint(result)
+        return result
 
 
 class ReplicaCheck:
@@ -147,12 +166,12 @@ class ReplicaCheck:
         self.fingerprint = fingerprint_on(device)
         self.passed = 0  # calls whose inputs and forward pass were found equal
         self._count = 0
-        self._instrumented: dict[fx.GraphModule, Instrumented] = {}
+        self._prints: dict[fx.GraphModule, _Prints] = {}
         self._hooks: list[Any] = []
         self.stages = {0: self}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_instrumented": {}, "_hooks": []}  # a copy builds its own programs
+        return {**self.__dict__, "_prints": {}, "_hooks": []}
 
     def is_due(self) -> bool:
         """Return whether this training call is to be checked. Call it once in every training call."""
@@ -170,51 +189,23 @@ class ReplicaCheck:
     def observed(self, emitted: Emitted, batch: Sequence[Tensor]) -> Forward:
         """Return a forward half of the program that raises ReplicaError on all ranks if copies differ. ``batch``: the
         inputs, if all ranks get the same ones."""
-        program, spmd = emitted.forward, emitted.program.spmd
-        if program not in self._instrumented:
-            self._instrumented[program] = self._instrument(program, spmd, emitted.program.resolve)
-        checked, subjects, leaders_of_values = self._instrumented[program]
+        spmd = emitted.program.spmd
+        if emitted.forward not in self._prints:
+            self._prints[emitted.forward] = _Prints(emitted, self.fingerprint)
+        observer = self._prints[emitted.forward]
         names = [source.names[0] for source in spmd.graph.sources if source.kind == "input"]
         inputs = tuple(Subject("batch", name, None, tensor.dtype) for name, tensor in zip(names, batch, strict=False))
-        leaders = torch.cat([_leaders([s.layout for s in inputs], spmd.mesh), leaders_of_values], dim=1)
+        leaders = torch.cat([_leaders([s.layout for s in inputs], spmd.mesh), observer.leaders], dim=1)
 
         def forward(*tensors: Tensor) -> Any:
             prints = [self.fingerprint(tensor) for tensor in batch]
-            *results, computed = checked(*tensors)
-            self.compare((*inputs, *subjects), [*prints, *computed], leaders, "forward")
+            results = observer.half.run(observer, *tensors)
+            prints += [observer.of[node] for node in observer.nodes]
+            self.compare((*inputs, *observer.subjects), prints, leaders, "forward")
             self.passed += 1
             return results
 
         return forward
-
-    def _instrument(self, program: fx.GraphModule, spmd: SpmdProgram, resolve: Callable[[str], str]) -> Instrumented:
-        """Return the program with a fingerprint of every used value that has copies."""
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        results = graph.graph_copy(program.graph, copies)
-        node_of = {node.meta["value"]: node for node in program.graph.nodes if "value" in node.meta}
-        last_placeholder = next(copies[node] for node in reversed(program.graph.nodes) if node.op == "placeholder")
-        subjects: list[Subject] = []
-        prints: list[fx.Node] = []
-        constants = constant_values(spmd)  # computed once from buffers, which are compared
-        for name in _compared(spmd):  # the same on all ranks, although a rank may have two names for one tensor
-            node = node_of.get(resolve(name))
-            if node is None or name in constants:
-                continue
-            after = copies[node]
-            if node.op == "placeholder":  # no placeholder may follow another node
-                after = last_placeholder
-            with graph.inserting_after(after):
-                prints.append(graph.call_module("fingerprint", (copies[node],)))
-            subjects.append(_subject(name, spmd))
-        assert isinstance(results, tuple), "a program returns (delivered, mutations, saved)"
-        graph.output((*results, tuple(prints)))
-        root = torch.nn.Module()
-        for name, module in program.named_children():
-            root.add_module(name, module)
-        root.add_module("fingerprint", self.fingerprint)
-        leaders = _leaders([subject.layout for subject in subjects], spmd.mesh)
-        return fx.GraphModule(root, graph, "CheckedProgram"), tuple(subjects), leaders
 
     def watch(self, spmd: SpmdProgram, tensors: Sequence[Tensor | None]) -> None:
         """Compare gradients at the end of the backward pass that first reaches one of the parameters."""

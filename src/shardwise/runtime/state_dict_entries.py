@@ -14,23 +14,21 @@ import torch
 
 from shardwise.errors import ShardwiseError, listed
 from shardwise.layouts.boxes import boxes
-from shardwise.layouts.layout import Layout
+from shardwise.runtime.guards.registry import ShardRecord
 from shardwise.runtime.local_shards import shard
 
 KEY = "shards"
-Coordinates = Mapping[str, int]
-Shard = tuple[Layout, Coordinates]  # layout of a whole tensor, coordinates of a rank
 K = TypeVar("K", str, int)
 
 
-def shard_metadata(shards: Mapping[K, Shard], rank: int) -> dict[str, Any]:
+def shard_metadata(shards: Mapping[K, ShardRecord], rank: int) -> dict[str, Any]:
     """Return the record of which elements the entries hold, as plain numbers and strings. ``shards``: by the keys of
     the state."""
     return {"rank": rank, "boxes": {key: _boxes(shard) for key, shard in shards.items()}}
 
 
 def check_entries(
-    record: Mapping[str, Any], shards: Mapping[K, Shard], rank: int, name_of: Callable[[K], str] = str
+    record: Mapping[str, Any], shards: Mapping[K, ShardRecord], rank: int, name_of: Callable[[K], str] = str
 ) -> None:
     """Raise ShardwiseError for entries that hold other elements than this rank's. ``record``: that of the state, or
     an empty mapping."""
@@ -45,15 +43,17 @@ def check_entries(
         )
 
 
-def cut_entries(state: Mapping[str, Any], shards: Mapping[str, Shard]) -> dict[str, torch.Tensor]:
+def cut_entries(state: Mapping[str, Any], shards: Mapping[str, ShardRecord]) -> dict[str, torch.Tensor]:
     """Return this rank's parts of the entries that are whole tensors, by the keys of ``shards``."""
     return {
-        key: shard(state[key], layout, coordinates).clone()
-        for key, (layout, coordinates) in shards.items()
-        if isinstance(state.get(key), torch.Tensor) and tuple(state[key].shape) == layout.shape
+        key: shard(state[key], record.layout, record.ranks.coordinates).clone()
+        for key, record in shards.items()
+        if isinstance(state.get(key), torch.Tensor) and tuple(state[key].shape) == record.layout.shape
     }
 
 
-def _boxes(shard: Shard) -> list[list[list[int]]]:
+def _boxes(record: ShardRecord) -> list[list[list[int]]]:
     """Return the boxes of a shard as nested lists, which files preserve."""
-    return [[list(box.offsets), list(box.sizes), list(box.at)] for box in boxes(*shard)]
+    return [
+        [list(box.offsets), list(box.sizes), list(box.at)] for box in boxes(record.layout, record.ranks.coordinates)
+    ]

@@ -30,7 +30,8 @@ from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.programs.instructions import Compute, sent_by
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.agree import gather_values
-from shardwise.runtime.observe import Half, observed
+from shardwise.runtime.communicator import finish_work
+from shardwise.runtime.observe import Half, Observer, observed
 from shardwise.runtime.step import CallableStep, GradAccumStep
 from shardwise.runtime.transit import Converting, Departing
 
@@ -148,14 +149,14 @@ def profile_step(
 def _measured(step: Callable[[], Any], device: torch.device, steps: int) -> tuple[float, int]:
     """Return the median seconds of a step, and its peak bytes on a GPU (0 elsewhere)."""
     on_gpu = device.type == "cuda"
-    _finish(device)
+    finish_work(device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     walls = []
     for _ in range(steps):
         start = time.perf_counter()
         step()
-        _finish(device)
+        finish_work(device)
         walls.append(time.perf_counter() - start)
     return median(walls), torch.cuda.max_memory_allocated(device) if on_gpu else 0
 
@@ -190,7 +191,7 @@ def steps_of(
 
 
 @dataclass
-class _Clock:
+class _Clock(Observer):
     """Times of one step, node by node. ``state``: tensors that outlive the step; ``peak``: peak bytes of it and of a
     micro-batch's values (not on GPUs, which count by themselves); ``figures``: per operator the seconds of its longest
     kernel and the figure that predicts it."""
@@ -214,13 +215,13 @@ class _Clock:
 
     def _timed(self, node: fx.Node, half: Half, call: Callable[[], Any]) -> Any:
         target, part = half.target(node), half.part
-        _finish(self.device)
+        finish_work(self.device)
         start = time.perf_counter()
         result = call()
         if isinstance(target, Departing):
-            target.transit.message.finish(result[1])
+            target.message.finish(result[1])
             result[1] = []
-        _finish(self.device)
+        finish_work(self.device)
         seconds = time.perf_counter() - start
         if "index" in node.meta:
             instruction = half.instructions[node.meta["index"]]
@@ -242,10 +243,10 @@ class _Clock:
         return result
 
     def add(self, source: str, total: torch.Tensor, gradient: torch.Tensor) -> None:
-        _finish(self.device)
+        finish_work(self.device)
         start = time.perf_counter()
         total.add_(gradient)
-        _finish(self.device)
+        finish_work(self.device)
         name = accumulation_name(self.program.spmd.graph.source_of[source])
         self._add(Event(name, "backward", (), self.now, time.perf_counter() - start))
 
@@ -294,8 +295,3 @@ def _sums(events: Iterable[Event], num_passes: int) -> dict[Key, float]:
     for event in events:
         sums[event.part, event.name, event.stream] += event.seconds / num_passes
     return dict(sums)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

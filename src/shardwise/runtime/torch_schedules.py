@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from shardwise.costs.pipeline_simulation import Action, Kind
 from shardwise.plans.schedule import Schedule, format_order, order_of
 from shardwise.runtime.collective_tracker import trail
-from shardwise.runtime.communicator import new_group
+from shardwise.runtime.communicator import finish_work, new_group
 
 _PARTS: dict[str, Kind] = {"full": "backward", "input": "input", "weight": "weight"}
 
@@ -71,8 +71,7 @@ class _Progress:
         """Return the time after all work queued on the device; 0 unless actions are measured."""
         if self.record is None:
             return 0.0
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        finish_work(self.device)
         return time.perf_counter()
 
     def done(self, action: Action, start: float) -> None:

@@ -81,48 +81,33 @@ class Converting(_Exchange):
         return converted[0] if self.single else tuple(converted)
 
 
-@dataclass(frozen=True)
-class Transit:
-    """Local steps, one message, local steps."""
-
-    before: Direction
-    message: CollectiveMessage
-    after: Direction  # from the buffers of the message
-
-    @staticmethod
-    def of(purpose: Purpose, in_place: bool) -> Transit:
-        steps = stages([conversion.moves for conversion in purpose.conversions], purpose, in_place)
-        sends = next(i for i, stage in enumerate(steps) if isinstance(stage, BlockingExchange))
-        exchange = steps[sends]
-        assert isinstance(exchange, BlockingExchange), "the stage that sends"
-        after: list[Callable[[Any], Any]] = [exchange.message.land, *steps[sends + 1 :]]
-        return Transit(Direction(tuple(steps[:sends]), purpose), exchange.message, Direction(tuple(after), purpose))
-
-
 class Departing(_Exchange):
     """Launches a message: tensors -> [the buffers being filled, the handle to wait for]. The handle keeps the sent
-    tensors alive."""
+    tensors alive. ``before``, ``after``: the local steps before the message, and from its buffers on."""
 
     def __init__(self, instruction: Depart, graph: Graph, ranks: Communicator) -> None:
         super().__init__(instruction)
         purpose = Purpose(instruction.conversions, graph, ranks, instruction.backward)
-        self.transit = Transit.of(purpose, instruction.overwrites)
+        steps = stages([conversion.moves for conversion in purpose.conversions], purpose, instruction.overwrites)
+        sends, exchange = next((i, step) for i, step in enumerate(steps) if isinstance(step, BlockingExchange))
+        self.before, self.message = Direction(tuple(steps[:sends]), purpose), exchange.message
+        self.after = Direction((exchange.message.land, *steps[sends + 1 :]), purpose)
 
     def forward(self, *tensors: Tensor) -> list[Any]:
-        return [*self.transit.message.launch(self.transit.before(tensors), wait=False)]
+        return [*self.message.launch(self.before(tensors), wait=False)]
 
 
 class Arriving(_Exchange):
     """Waits for a message and unpacks it: the result of ``Departing`` -> tensors. Frees the sent tensors first."""
 
-    def __init__(self, instruction: Arrive, transit: Transit) -> None:
+    def __init__(self, instruction: Arrive, departing: Departing) -> None:
         super().__init__(instruction)
-        self.transit = transit
+        self.message, self.after = departing.message, departing.after
 
     def forward(self, flight: list[Any]) -> tuple[Tensor, ...]:
-        self.transit.message.finish(flight[1])
+        self.message.finish(flight[1])
         del flight[1]
-        return tuple(self.transit.after(flight.pop()))
+        return tuple(self.after(flight.pop()))
 
 
 def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = False) -> list[Together]:

@@ -14,6 +14,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import rank_device
 from shardwise.runtime.guards.dcp import memory_place, optimizer_states
+from shardwise.runtime.guards.norms import accumulator
 from shardwise.runtime.guards.registry import held_tensors
 from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.parallel import Parallel
@@ -106,6 +107,6 @@ def norms(par: Parallel) -> Norms:
 
 def _square(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the square of the 2-norm in float64."""
-    wider = torch.promote_types(tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=tensor.dtype if tensor.is_complex() else wider)
+    dtype = tensor.dtype if tensor.is_complex() else accumulator(tensor.dtype)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
     return norm.to(device, torch.float64).square()

@@ -1,7 +1,6 @@
 """The searches by price on one mesh: what they know of a plan, and the choice that they make.
 
 ``dynamic_programming``     exact variable elimination (``elimination``)
-``ilp``                     the same cost graph as an integer program, solved by HiGHS
 ``recursive_programming``   halving the devices again and again, heaviest operators first
 
 All of them minimise the same cost graph and keep what the user fixed.
@@ -53,9 +52,9 @@ from shardwise.search.dynamic_programming import DoesNotFit, SearchOutcome, step
 from shardwise.search.dynamic_programming import search as solve_step
 from shardwise.search.elimination import fix_variables
 from shardwise.search.recursive_programming import recursive_search
-from shardwise.search.solving import minimise, solver_of
+from shardwise.search.solving import minimise
 
-PricedSearch = Literal["dynamic_programming", "ilp", "recursive_programming"]
+PricedSearch = Literal["dynamic_programming", "recursive_programming"]
 PRICED_SEARCHES: tuple[PricedSearch, ...] = get_args(PricedSearch)
 
 
@@ -122,7 +121,7 @@ def run_search(cost: CostGraph, search: str, memory_bytes: float | None, cutoff:
     it exceeds these. Raises DoesNotFit."""
     if search == "recursive_programming":
         return MeshSearch(cost, recursive_search(cost, memory_bytes))
-    return MeshSearch(cost, solve_step(cost, memory_bytes, solver_of(search), cutoff))
+    return MeshSearch(cost, solve_step(cost, memory_bytes, cutoff))
 
 
 def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
@@ -236,9 +235,9 @@ def _choices_of(op: Op, rule: OpRule, mesh: Mesh, places: ShardPositions, demand
     return choices
 
 
-def searches_within(search: MeshSearch, name: str, limit: float) -> list[MeshSearch]:
+def searches_within(search: MeshSearch, limit: float) -> list[MeshSearch]:
     """Return searches for plans whose transient bytes fit, too, the most promising first: those that should fit, by
-    their seconds, then the others, by how much they hold. ``name``: of the search.
+    their seconds, then the others, by how much they hold.
 
     The bytes that a search adds up stay: parameters, gradients, states, saved values. A step also holds operands of the
     operator that runs, and the buffers of a message, of which the most counts. So the limit is split, ``limit = bytes
@@ -250,13 +249,13 @@ def searches_within(search: MeshSearch, name: str, limit: float) -> list[MeshSea
     moments = {number: table() for number, table in cost.transients.items()}
     for cap in _caps(cost, moments, search.outcome.assignment):
         capped = _within(cost, moments, cap)
-        least = solver_of(name)(capped.weighted(CostWeights(0.0, 0.0, 0.0, 1.0)))
+        least = minimise(capped.weighted(CostWeights(0.0, 0.0, 0.0, 1.0)))
         if not np.isfinite(least.value):
             break  # lower caps forbid as much
         try:
-            outcome = solve_step(capped, max(limit - cap, 0.0), solver_of(name))
+            outcome = solve_step(capped, max(limit - cap, 0.0))
         except DoesNotFit as error:
-            outcome = solve_step(capped, error.num_bytes, solver_of(name))
+            outcome = solve_step(capped, error.num_bytes)
         peak = float(outcome.components[BYTES]) + _most(cost, moments, outcome.assignment)
         ordered.append(((peak > limit, peak if peak > limit else outcome.seconds), MeshSearch(cost, outcome)))
     return [capped_search for _, capped_search in sorted(ordered, key=lambda pair: pair[0])]

@@ -5,7 +5,7 @@ the operators that run beside it. So the results of other searches are also cons
 the greedy search, the next best, and data parallelism, whatever its price.
 
 The planner builds their programs and simulates a step of each, with overlap, buckets and peak memory, which do not add
-up over choices. ``rank_candidates`` takes the fastest that fits.
+up over choices. ``rank_candidates`` takes the fastest that fits; of those that take about as long the plainest.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from itertools import chain
 import numpy as np
 
 from shardwise.costs.ledger import Peak
-from shardwise.costs.prediction import PassedOver, Prediction
-from shardwise.costs.timeline import SimulatedStep
+from shardwise.costs.prediction import FasterPlan, PassedOver, Prediction
+from shardwise.costs.timeline import SimulatedStep, figures_of
+from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Floats
 from shardwise.programs.builder import Choice
 from shardwise.programs.spmd import SpmdProgram
@@ -34,6 +35,7 @@ from shardwise.search.constants import (
     MAX_OPERATORS_FOR_GREEDY,
     MAX_SIMULATED_OPERATORS,
     NUM_LISTED_ASSIGNMENTS,
+    TIED_SHARE,
 )
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostWeights
 from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
@@ -41,8 +43,7 @@ from shardwise.search.elimination import TooWide, k_best
 from shardwise.search.modes import choose
 from shardwise.search.recursive_programming import recursive_search
 
-# Searches that know how far the least price may be from what they found.
-BOUNDED = ("dynamic_programming", "ilp")
+BOUNDED_SEARCH = "dynamic_programming"  # it knows how far the least price may be from what it found
 NOTHING_HIDES = CostWeights(1.0, 1.0, 1.0)
 
 
@@ -87,7 +88,7 @@ def _of_mesh(search: MeshSearch, name: str, limit: float, most: float) -> Iterat
     outcome = search.outcome
     first = Candidate(search, outcome.assignment, outcome.components)
     yield first
-    if name not in BOUNDED:
+    if name != BOUNDED_SEARCH:
         return
     others = [_candidate(search, assignment) for assignment in _of_other_searches(search, limit)]
     usual = [_candidate(search, assignment) for assignment in _data_parallel(search)]
@@ -141,7 +142,8 @@ def _least(search: MeshSearch, weights: CostWeights, count: int) -> list[list[in
 class SimulatedCandidate:
     """A candidate with its program. ``peak``: the most that a device holds in a step of it; ``step``: None if the model
     is too large to be simulated; ``others``: bytes kept of other micro-batches in flight, ``kept_bytes`` of each.
-    ``spmd``: None if both come from programs of fewer blocks (``search.block_extrapolation``)."""
+    ``spmd``: None if both come from programs of fewer blocks (``search.block_extrapolation``). ``called``: the mesh
+    with its axes named by role; ``num_roles``: how many different roles they have (``search.axis_names``)."""
 
     candidate: Candidate
     choice: Choice
@@ -150,21 +152,31 @@ class SimulatedCandidate:
     step: SimulatedStep | None
     others: int = 0
     kept_bytes: int = 0
+    called: Mesh | None = None
+    num_roles: int = 0
 
     @property
     def num_bytes(self) -> float:
         return float(self.peak.num_bytes + self.others)
 
+    @property
+    def plainness(self) -> tuple[int, int]:
+        """Return what makes a plan hard to read, less is plainer: its axes, and kinds of splits."""
+        return 0 if self.called is None else len(self.called.axes), self.num_roles
+
 
 @dataclass(frozen=True, eq=False)
 class CandidateRanking:
     """Ranked candidates. ``best``: the one to take; ``cheapest``: that of the least additive price; ``limit``: the
-    bytes of a device that they were ranked for; ``searches``: of all meshes (none: nothing of them fits)."""
+    bytes of a device that they were ranked for; ``searches``: of all meshes (none: nothing of them fits); ``faster``:
+    the fastest that fits, if ``best`` is a plainer one, which was ``plainer`` then."""
 
     best: SimulatedCandidate
     cheapest: SimulatedCandidate
     limit: float
     searches: tuple[MeshSearch, ...] = ()
+    faster: SimulatedCandidate | None = None
+    plainer: SimulatedCandidate | None = None
 
     @property
     def excess(self) -> float:
@@ -189,11 +201,20 @@ class CandidateRanking:
         best = self.best
         return replace(
             self.search.prediction(),
-            simulated_seconds=0.0 if best.step is None else best.step.seconds,
+            faster=self._faster(),
             peak_bytes=best.num_bytes,
             peak_at=best.peak.where,
             passed_over=self._passed_over(),
+            **figures_of(best.step),
         )
+
+    def _faster(self) -> FasterPlan | None:
+        faster, plainer = self.faster, self.plainer
+        if faster is None or faster.step is None or plainer is None or plainer.step is None:
+            return None
+        if plainer.step.seconds <= faster.step.seconds:
+            return None
+        return FasterPlan(str(faster.called), faster.num_roles, faster.step.seconds, plainer.step.seconds)
 
     def _passed_over(self) -> PassedOver | None:
         cheapest, best = self.cheapest.candidate, self.best.candidate
@@ -205,8 +226,8 @@ class CandidateRanking:
 
 
 def rank_candidates(simulated: Sequence[SimulatedCandidate], limit: float) -> CandidateRanking:
-    """Return the fastest of the simulated candidates (the cheapest first) that fits, or, if none does, that of the
-    lowest peak."""
+    """Return the fastest of the simulated candidates (the cheapest first) that fits, the plainest of those that tie
+    with it (TIED_SHARE), or, if none fits, that of the lowest peak."""
     fitting = [candidate for candidate in simulated if candidate.num_bytes <= limit]
     if not fitting:
         return CandidateRanking(min(simulated, key=lambda candidate: candidate.num_bytes), simulated[0], limit)
@@ -216,4 +237,18 @@ def rank_candidates(simulated: Sequence[SimulatedCandidate], limit: float) -> Ca
         assert best.step is not None, "several candidates are simulated"
         if candidate.step.seconds < CLEARLY_FASTER * best.step.seconds:
             best = candidate
-    return CandidateRanking(best, simulated[0], limit)
+    fastest = min(fitting, key=lambda candidate: 0.0 if candidate.step is None else candidate.step.seconds)
+    if best.step is None or fastest.step is None:
+        return CandidateRanking(best, simulated[0], limit)
+    most, most_bytes = TIED_SHARE * fastest.step.seconds, TIED_SHARE * fastest.num_bytes
+    tied = [
+        candidate
+        for candidate in fitting
+        if candidate.step is not None and candidate.step.seconds <= most and candidate.num_bytes <= most_bytes
+    ]
+    plainest = min(candidate.plainness for candidate in tied)
+    if best.plainness == plainest:
+        return CandidateRanking(best, simulated[0], limit)
+    plain = [candidate for candidate in tied if candidate.plainness == plainest]
+    ranking = rank_candidates(plain, limit)
+    return replace(ranking, cheapest=simulated[0], faster=best, plainer=ranking.best)

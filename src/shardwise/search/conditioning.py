@@ -7,16 +7,15 @@ assignment so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from itertools import product
 from math import log
 from typing import Any
 
 import numpy as np
 
 from shardwise.search.constants import CONDITIONING_ROUNDS, MAX_CONDITIONED_COMBINATIONS
-from shardwise.search.elimination import Interner, Problem, Scope, Table, TooWide, elimination_of, fix_variables
+from shardwise.search.elimination import Interner, Problem, TooWide, elimination_of, fix_variables
 
 
 def improve_by_conditioning(sums: Problem, assignment: list[int], cutsets: list[frozenset[int]]) -> list[int]:
@@ -89,27 +88,3 @@ def _cutset_of_one_pass(sums: Problem, order: Callable[[int], Any]) -> frozenset
             beside[other].discard(variable)
             heappush(heap, (joint(other), other))
     return frozenset(cutset)
-
-
-def greedy(sums: Problem) -> list[int]:
-    """Return a greedy assignment: each variable takes its best value beside those before, then beside all."""
-    at: list[list[tuple[Scope, Table]]] = [[] for _ in sums.sizes]
-    for scope, number in sums.factors:
-        for variable in scope:
-            at[variable].append((scope, sums.interner.tables[number]))
-    assignment = [-1] * len(sums.sizes)
-    for _, variable in product(range(3), range(len(assignment))):
-        total = np.zeros(sums.sizes[variable])
-        for scope, table in at[variable]:
-            total = total + _seen_by(variable, scope, table, assignment)
-        assignment[variable] = int(total.argmin())
-    return assignment
-
-
-def _seen_by(variable: int, scope: Scope, table: Table, assignment: Sequence[int]) -> Table:
-    """Return [values] the table at the values of the other variables; the least over those without one."""
-    index = tuple(slice(None) if v == variable or assignment[v] < 0 else assignment[v] for v in scope)
-    left = [v for v in scope if v == variable or assignment[v] < 0]
-    open_axes = tuple(i for i, v in enumerate(left) if v != variable)
-    seen: Table = np.asarray(table[index]).min(axis=open_axes)
-    return seen

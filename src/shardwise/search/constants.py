@@ -6,6 +6,9 @@
 CACHE_BLOCK_ELEMENTS = 65_536
 # Larger joint tables are refused: 2 billion additions take about a second.
 MAX_JOINT_COMBINATIONS = 4_000_000_000
+# Before larger joint tables message passing is tried, as one elimination may compute dozens: a scan of 16 steps on
+# 2 x 2 devices takes 35 CPU seconds by tables of up to 991,440,000 combinations, and milliseconds by messages.
+FAST_JOINT_COMBINATIONS = 100_000_000
 # Bytes of all results of an elimination, which are kept until the way back.
 MAX_ELIMINATION_BYTES = 2**30
 # Joint tables of the eliminations that come before message passing: the results are tables over two variables.
@@ -23,13 +26,6 @@ FORBIDDEN_FACTOR = 4.0
 # Joint table of a conditioned search, solved in milliseconds; there may be hundreds.
 MAX_CONDITIONED_COMBINATIONS = 2_000_000
 CONDITIONING_ROUNDS = 3
-# Seconds after which HiGHS returns the best solution it has.
-ILP_SECONDS = 60.0
-# Memory of HiGHS per entry of the matrix: 22 million entries passed 21 GB (scipy 1.17, 2026).
-ILP_ENTRY_BYTES = 1_000
-MAX_ILP_BYTES = 2 * 2**30
-# The largest price is scaled to this, so that the absolute tolerances of HiGHS (1e-6 and 1e-7) are small beside it.
-ILP_PRICE_SCALE = 1e6
 
 # -- the objective and its bound -----------------------------------------------------------------------------------
 
@@ -52,6 +48,10 @@ MAX_CAP_PROGRAMS = 3
 # Searches under a lower limit where the program of a plan holds more than its price said; halvings back once one fits.
 MAX_LIMIT_RETRIES = 3
 MAX_LIMIT_HALVINGS = 3
+
+# Bytes of full messages that are tried beside the usual ones; the share of a step that another size has to save.
+BUCKET_SIZES = (100 * 2**20, 500 * 2**20, 2**31)
+BUCKET_GAIN = 0.005
 
 # -- prices --------------------------------------------------------------------------------------------------------
 
@@ -84,6 +84,9 @@ NUM_LISTED_ASSIGNMENTS = 8
 MAX_OPERATORS_FOR_GREEDY = 1_000
 # A simulated step must be faster than that of a cheaper candidate by this factor to be preferred.
 CLEARLY_FASTER = 0.999
+# Candidates whose seconds and bytes are up to this times those of the fastest tie with it, and the plainest is taken: a
+# sixth of the narrowest interval of a bundled cluster (12 %, h100). Whole states are thus no tie of sharded ones.
+TIED_SHARE = 1.02
 # Multiples of k assignments of least bound that are looked at until the k best steps are proven to be among them.
 TOP_K_WIDENING = (1, 8, 64)
 
@@ -98,10 +101,14 @@ MIN_POLICIES_FOR_RATIO = 3
 FOLDED_STEP_ERROR = 1.01
 # A price above this times the bound without a limit is due to the limit.
 BINDING_LIMIT = 1.01
+# Where a policy's additive bytes are above this times the limit, its programs are not built: they hold more than that.
+CLEARLY_OVER_LIMIT = 1.1
 # Runs of fewer equal blocks, and smaller models, are simulated whole.
 MIN_REPEATED_BLOCKS = 4
 MIN_OPERATORS_TO_FOLD = 400
-# Operators of all short programs together, as a share of the model's.
+# Searches under a memory limit mix choices, such as one layer that keeps less behind three that keep more.
+LONGEST_FOLDED_PERIOD = 4
+# Operators of all short programs together that are not known yet, as a share of the model's.
 MAX_FOLDED_SHARE = 1.0
 
 # -- stages --------------------------------------------------------------------------------------------------------

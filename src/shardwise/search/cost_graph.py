@@ -21,7 +21,6 @@ from shardwise.layouts.routes import Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Interner, Places, Problem, Scope, Solution, places_of
-from shardwise.search.solving import Solver
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +167,7 @@ class CostGraph:
         return [(scope, self._distinct[kind]) for scope, kind in self.factors]
 
     @cached_property
-    def solutions(self) -> dict[tuple[Solver, CostWeights], Solution]:
+    def solutions(self) -> dict[CostWeights, Solution]:
         return {}
 
     @cached_property

@@ -42,13 +42,14 @@ How = tuple[bool, ...]
 class _CostTable(NamedTuple):
     """A table of the cost graphs. ``number``: of its content, the same for equal ones; ``how``: the part of the memory
     policy that decides it; ``table``: computes it from that and the policy, of which it may read what is the same for
-    all tables; ``transient``: as in ``CostGraph``."""
+    all tables (when parameters are gathered only if ``traffic``); ``transient``: as in ``CostGraph``."""
 
     scope: Scope
     number: int
     how: Callable[[PricedPolicy], How]
     table: Callable[[PricedPolicy, How], Components]
     transient: Callable[[], Floats] | None
+    traffic: bool
 
 
 class _ConversionCount(NamedTuple):
@@ -93,12 +94,12 @@ class Tables:
         """Return the cost graph under a policy."""
         cost = replace(self.cost, factors=[], kinds=[], transients={})
         kinds: dict[tuple[int, How], int] = {}
-        for scope, number, how_of, table, transient in self._factors:
+        for scope, number, how_of, table, transient, traffic in self._factors:
             key = number, how_of(policy)
             kind = kinds.get(key)
             if kind is None:
                 kind = kinds[key] = len(cost.kinds)
-                for_all = key, policy.reshard_mode, policy.in_flight
+                for_all = key, policy.reshard_mode if traffic else "", policy.in_flight
                 if for_all not in self._made:
                     self._made[for_all] = table(policy, key[1])
                 cost.kinds.append(self._made[for_all])
@@ -227,7 +228,8 @@ class Tables:
             often = self._often(name, starts, nodes, policy, traffic=traffic, is_once=traffic)
             return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, again, beside)
 
-        self._factor((maker, variable), (*static, window), table, how_of, partial(bytes_sent, routes, starts, nodes))
+        transient = partial(bytes_sent, routes, starts, nodes)
+        self._factor((maker, variable), (*static, window), table, how_of, transient, traffic=traffic)
         self.cost.home[name] = variable, nodes
 
     def _is_dropped(self, name: str, policy: PricedPolicy) -> bool:
@@ -291,7 +293,7 @@ class Tables:
             most: Floats = np.max(tables, axis=0)
             return most
 
-        self._factor((home, variable), (*static, window), table, how_of, transient)
+        self._factor((home, variable), (*static, window), table, how_of, transient, traffic=traffic)
 
     def _worked_on(self, op: Op, domain: Domain) -> Floats:
         """Return [strategies] bytes of an operator's backward: the cotangents of its results and of its operands."""
@@ -402,10 +404,12 @@ class Tables:
         table: Callable[[PricedPolicy, How], Components],
         how: Callable[[PricedPolicy], How] = lambda policy: (),
         transient: Callable[[], Floats] | None = None,
+        *,
+        traffic: bool = False,
     ) -> None:
         assert list(scope) == sorted(scope), "scopes ascend: makers come before consumers"
         number = self._numbers.setdefault(static, len(self._numbers))
-        self._factors.append(_CostTable(scope, number, how, table, transient))
+        self._factors.append(_CostTable(scope, number, how, table, transient, traffic))
 
 
 def _fresh_nodes(positions: Iterable[int], domain: Domain) -> Iterator[tuple[int, Ints, Floats]]:

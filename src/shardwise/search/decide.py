@@ -85,10 +85,14 @@ def stored_as_cut(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], mes
 Kept = str | tuple[int, ...]  # a layout as text, or how many ways each dim is split
 
 
-def check_layout_names(layouts: Iterable[str], graph: Graph) -> None:
-    """Raise LayoutError for a name that no input, parameter or buffer has."""
+def check_layout_names(layouts: Mapping[str, Kept], graph: Graph, *, has_mesh: bool) -> None:
+    """Raise LayoutError for a name that no input, parameter or buffer has. ``has_mesh``: whether axes have names before
+    the search."""
     values = {name for source in graph.sources for name in source.names if source.kind != "constant"}
-    for name in layouts:
+    for name, requested in layouts.items():
+        if not has_mesh and isinstance(requested, str) and "@" in requested:
+            what = f"the layout {requested!r} of {name} names axes, and the search names those of the mesh it chooses"
+            raise LayoutError(what, fix="give the mesh as well: mesh=sw.Mesh(dp=2, tp=4)")
         if name not in values:
             near = get_close_matches(name, values, n=1)
             fix = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(sorted(values)[:8])}"

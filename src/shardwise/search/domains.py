@@ -7,7 +7,7 @@ atoms) share their domain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -36,13 +36,14 @@ from shardwise.layouts.choice import (
     Where,
     splits_owners,
 )
-from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes
+from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes, RouteTensor
 from shardwise.layouts.strategy import Strategy
 from shardwise.rules.atoms import Factored
 from shardwise.rules.keyed_rows import KeyedRows, copies_of
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.search.constants import HEAVY_INPUT_WORK, LOWERED_FORWARD_PARTS
 from shardwise.search.elimination import Elimination, Shape
+from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.user_strategies import num_blockers
 
 
@@ -68,7 +69,13 @@ class Domain:
         return len(self.choices)
 
     def strategy(self, index: int) -> Strategy:
-        return strategy_of(self.choices[index], self.axes)
+        if index not in self._strategies:
+            self._strategies[index] = strategy_of(self.choices[index], self.axes)
+        return self._strategies[index]
+
+    @cached_property
+    def _strategies(self) -> dict[int, Strategy]:
+        return {}
 
     def only(self, kept: Ints) -> Domain:
         per_strategy = {name: getattr(self, name)[kept] for name in ("compute", "exposed", "kept", "forward")}
@@ -164,7 +171,7 @@ class SearchSpace:
         """Return a number that operators share which have the same domain."""
         number = self._kinds.get(op.name)
         if number is None:
-            number = self._kinds[op.name] = self._numbers.setdefault(self._kind_of(op), len(self._numbers))
+            number = self._kinds[op.name] = self._numbers.setdefault(self.kind_of(op), len(self._numbers))
         return number
 
     def is_blocked(self, op: Op, factor: str) -> bool:
@@ -175,7 +182,8 @@ class SearchSpace:
     def _num_blockers(self) -> Mapping[tuple[str, str], int]:
         return num_blockers(self.graph, self.rules, ("whole", "lowered"))
 
-    def _kind_of(self, op: Op) -> object:
+    def kind_of(self, op: Op) -> Hashable:
+        """Return everything that decides the domain of an operator on given axes and links."""
         rule = self.rules[op.name]
 
         def tensor(name: str) -> object:
@@ -196,7 +204,7 @@ class SearchSpace:
             tuple((key, plain(arg)) for key, arg in op.kwargs),
             tuple(map(tensor, op.operands)),
             tuple(map(tensor, op.results)),
-            (rule.factors, rule.operands, rule.results, rule.linear, rule.keyed),
+            (rule.factors, rule.operands, rule.results, rule.linear, rule.keyed, rule.windows, rule.lowering),
             tuple(self.is_blocked(op, factor.name) for factor in rule.factors),
         )
 
@@ -205,11 +213,14 @@ class Domains:
     """The domains of all operators of a graph on one mesh. ``eliminations``: of the problems of cost graphs over them,
     which mostly differ only in prices."""
 
-    def __init__(self, choosing: SearchSpace, axes: Axes, prices: Prices) -> None:
+    def __init__(self, choosing: SearchSpace, axes: Axes, prices: Prices, cache: PlanningCache | None = None) -> None:
         self.choosing, self.graph, self.rules, self.atoms = choosing, choosing.graph, choosing.rules, choosing.atoms
         self.parameters, self.active, self.received = choosing.parameters, choosing.active, choosing.received
         self.operators, self.consumers = choosing.operators, choosing.consumers
-        self.router, self.axes, self.prices = Router(axes, prices, self.atoms, self.parameters), axes, prices
+        where, cache = (axes, prices.links, prices.bucket_bytes), cache or PlanningCache()
+        routes: dict[tuple[RouteTensor, bool], Routes] = cache.table("routes", *where)
+        self._known: dict[Hashable, Domain] = cache.table("domains", *where)
+        self.router, self.axes, self.prices = Router(axes, prices, self.atoms, self.parameters, routes), axes, prices
         self.fragments = Fragments(self.graph, self.router)
         self.eliminations: dict[Shape, Elimination] = {}
         self._routes: dict[str, Routes] = {}
@@ -236,7 +247,10 @@ class Domains:
         key = self.choosing.kind(op)
         domain = self._domains.get(key)
         if domain is None:
-            domain = self._domains[key] = self._build(op)
+            content = self.choosing.kind_of(op)
+            if content not in self._known:
+                self._known[content] = self._build(op)
+            domain = self._domains[key] = self._known[content]
         if not fixed:
             return domain
         narrow = (key, tuple(sorted(fixed.items(), key=lambda item: item[0])))
@@ -407,9 +421,9 @@ class Domains:
                 for side in (rule.operands, rule.results)
             )
             call = op if num_owners == 1 else owners_call(op, rule, (shapes[0], shapes[1]))
-            prices[0, i] = self.prices.operator(call, values, outputs, (shapes[0], shapes[1]))
-            prices[1, i] = self._kept(saved.results, saved.other_bytes, values, outputs, shapes)
             prices[2, i] = self.prices.forward(call, values, outputs, (shapes[0], shapes[1]))
+            prices[0, i] = prices[2, i] + self.prices.backward(call, values, outputs, (shapes[0], shapes[1]))
+            prices[1, i] = self._kept(saved.results, saved.other_bytes, values, outputs, shapes)
         busiest = np.ones(count) if rule.keyed is None else np.minimum(owners, rule.keyed.imbalance)
         compute[plain], kept[plain], forward[plain] = prices[:, back.reshape(-1)] * busiest[plain]
         if rule.keyed is not None and rule.keyed.is_first:

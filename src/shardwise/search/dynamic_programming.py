@@ -28,7 +28,7 @@ from shardwise.search.constants import (
 )
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
 from shardwise.search.elimination import Scope, fix_variables
-from shardwise.search.solving import Solver, minimise
+from shardwise.search.solving import minimise
 
 
 def step_seconds(components: Floats) -> float:
@@ -62,16 +62,17 @@ class DoesNotFit(Exception):
         self.assignment, self.num_bytes = assignment, num_bytes
 
 
-def search(
-    cost: CostGraph, memory_bytes: float | None = None, solver: Solver = minimise, cutoff: float = inf
-) -> SearchOutcome:
+def search(cost: CostGraph, memory_bytes: float | None = None, cutoff: float = inf) -> SearchOutcome:
     """Return the fastest assignment whose bytes are within ``memory_bytes``. ``cutoff``: seconds of a step that is
     known elsewhere (on another mesh); as soon as the bound is above it, the best assignment so far is returned
     (``stopped``). Raises DoesNotFit."""
-    run = _ExactSearch(cost, memory_bytes, solver, cutoff)
+    run = _ExactSearch(cost, memory_bytes, cutoff)
+    if memory_bytes == 0:  # the least memory is asked for: nothing fits
+        run.least_memory()
     bound = run.overlapped(BYTE_TIE_BREAK)
     if memory_bytes is not None and not run.fits(run.best_of_last):
-        bound = max(bound, run.within_memory())
+        run.least_memory()
+        bound = max(bound, run.within_memory() if bound <= cutoff else 0.0)
     if bound <= cutoff:
         run.improve(bound)
     best = run.best
@@ -85,6 +86,15 @@ def search(
         [list(item.assignment) for item in others if item.assignment != best.assignment],
         bound > cutoff,
     )
+
+
+def least_step(cost: CostGraph, cutoff: float = inf) -> float:
+    """Return a bound of the step of all assignments, whatever their memory: that of ``search``, without looking for
+    better assignments. ``cutoff``: a bound above it need not be tight."""
+    run = _ExactSearch(cost, None, cutoff)
+    bound = run.overlapped(BYTE_TIE_BREAK)
+    assert run.best is not None, "without a limit every assignment fits"
+    return max(0.0, min(bound, run.best.seconds))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +112,10 @@ class _VisitedAssignments:
 
 class _ExactSearch:
     """One search: the assignments seen so far, and the best that fits. ``slack``: how much lower than the last solve's
-    value its proven bound is; 0 unless a solver stopped early."""
+    value its proven bound is; 0 where it is exact."""
 
-    def __init__(self, cost: CostGraph, memory_bytes: float | None, solver: Solver, cutoff: float) -> None:
-        self.cost, self.memory_bytes, self.solver, self.cutoff = cost, memory_bytes, solver, cutoff
+    def __init__(self, cost: CostGraph, memory_bytes: float | None, cutoff: float) -> None:
+        self.cost, self.memory_bytes, self.cutoff = cost, memory_bytes, cutoff
         self.seen: dict[tuple[int, ...], _VisitedAssignments] = {}
         self.best: _VisitedAssignments | None = None
         self.solves = self.largest_joint = 0
@@ -125,10 +135,9 @@ class _ExactSearch:
         return item
 
     def solved(self, weights: CostWeights) -> _VisitedAssignments:
-        key = self.solver, weights
-        if key not in self.cost.solutions:
-            self.cost.solutions[key] = self.solver(self.cost.weighted(weights))
-        solution = self.cost.solutions[key]
+        if weights not in self.cost.solutions:
+            self.cost.solutions[weights] = minimise(self.cost.weighted(weights))
+        solution = self.cost.solutions[weights]
         self.solves += 1
         self.largest_joint = max(self.largest_joint, solution.largest_joint)
         self.slack = solution.value - solution.lower
@@ -184,12 +193,16 @@ class _ExactSearch:
         """Return a bound without the weight of the bytes that breaks ties."""
         return value if per_byte > BYTE_TIE_BREAK else value - float(item.components[BYTES]) * BYTE_TIE_BREAK
 
-    def within_memory(self) -> float:
-        assert self.memory_bytes is not None, "no limit"
-        large = self.best_of_last
+    def least_memory(self) -> None:
+        """Solve for the least memory. Raises DoesNotFit."""
         small = self.solved(CostWeights(0.0, 0.0, 0.0, 1.0))
         if not self.fits(small):
             raise DoesNotFit(list(small.assignment), float(small.components[BYTES]))
+
+    def within_memory(self) -> float:
+        """Search under the limit, which something fits, and return a bound."""
+        assert self.memory_bytes is not None, "no limit"
+        large = self.best_of_last
         # The fastest of those with the least memory: seconds weigh less than the least difference of bytes.
         small = self.solved(CostWeights(1e-3, 1e-3, 1e-3, 1.0))
         bound = 0.0
@@ -226,11 +239,16 @@ class _ExactSearch:
         if self.best.seconds > bound * (1 + BOUND_TOLERANCE) and self.largest_joint <= MAX_BRANCHING_COMBINATIONS:
             deciding = self.deciding(low, high)
             for multiplier in (HIDDEN_WEIGHT, self.multiplier, 1.0 - HIDDEN_WEIGHT):
-                problem = self.cost.weighted(CostWeights(1.0, 1.0 - multiplier, multiplier, BYTE_TIE_BREAK))
+                weights = CostWeights(1.0, 1.0 - multiplier, multiplier, BYTE_TIE_BREAK)
+                problem, known = self.cost.weighted(weights), self.cost.solutions.get(weights)
+                known = None if known is None or known.bound is not None else known
                 for variable in deciding:
                     for value in (low.assignment[variable], high.assignment[variable]):
-                        self.add(self.solver(fix_variables(problem, {variable: value})).assignment)
-                        self.solves += 1
+                        solution = known
+                        if solution is None or solution.assignment[variable] != value:
+                            solution = minimise(fix_variables(problem, {variable: value}))
+                            self.solves += 1
+                        self.add(solution.assignment)
         self.descend()
 
     def deciding(self, low: _VisitedAssignments, high: _VisitedAssignments) -> list[int]:

@@ -16,7 +16,7 @@ The bound of the resulting plan holds for all policies. It comes from plans that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -24,11 +24,13 @@ from math import inf
 
 from shardwise.errors import PlanError
 from shardwise.graph.segments import Segment
+from shardwise.layouts.mesh import Mesh
 from shardwise.progress import STOPPED, finishing, stop_with
 from shardwise.search.auto import MeshSearch
 from shardwise.search.candidates import CandidateRanking
 from shardwise.search.constants import (
     BINDING_LIMIT,
+    CLEARLY_OVER_LIMIT,
     FOLDED_STEP_ERROR,
     MIN_POLICIES_FOR_RATIO,
     NUM_LEAST_POLICIES,
@@ -36,11 +38,11 @@ from shardwise.search.constants import (
 )
 from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.memory_policy import MEMORY_POLICIES, REPEATS, MemoryPolicy, ReshardMode, blocks_of
-from shardwise.search.planner import Planner, PlannerResult
+from shardwise.search.planner import Planner, StagePlan
 from shardwise.search.stored_program import SearchConfig
 
 
-def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> PlannerResult:
+def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> StagePlan:
     """Return the fastest plan of all memory policies that fits (see the module's docstring).
 
     Args:
@@ -55,7 +57,7 @@ def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> Pla
     Raises:
         PlanError: Every plan is estimated to be slower than ``settings.known``.
     """
-    remaining = _memory_policies(planner, reshard_mode)
+    remaining = memory_policies(planner, reshard_mode)
     weakest = next(remaining)
     policies = [weakest]
     bound = weakest.planner.bound_without_limit()
@@ -67,8 +69,8 @@ def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> Pla
             if policy.memory_policy.recompute is None and policy.memory_policy.reshard_mode == "once"
         )
         bound = min([bound, *(policy.planner.bound_without_limit() for policy in once)])
-    fitting: list[_PolicyResult] = []
-    refused: list[_PolicyResult] = []
+    fitting: list[PolicyResult] = []
+    refused: list[PolicyResult] = []
     cutoff = planner.settings.known / _times(planner.settings)
     try:
         _settle(policies, fitting, refused, cutoff)
@@ -87,17 +89,18 @@ def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> Pla
         raise _slower(_seconds(ranking), planner.settings)
     with finishing():
         best = easier.planned(ranking)
-    if best.ranking.excess and planner.folded is not None:  # the memory estimated from few blocks was too low
+    if best.excess(planner.limit) and planner.folded is not None:  # the memory estimated from few blocks was too low
         return fit_memory(replace(planner, folded=None), reshard_mode)
     if len(policies) == 1:
         return best
-    return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
+    assert best.prediction is not None, "it was chosen by price"
+    return best.with_bound(min(best.prediction.bound, bound))
 
 
 def _settle(
-    policies: Sequence[_PolicyResult],
-    fitting: list[_PolicyResult],
-    refused: list[_PolicyResult],
+    policies: Sequence[PolicyResult],
+    fitting: list[PolicyResult],
+    refused: list[PolicyResult],
     cutoff: float,
 ) -> None:
     """Search policies, best first, and add them to those that fit or are refused. ``cutoff``: seconds of a micro-batch
@@ -109,9 +112,14 @@ def _settle(
         for number, policy in enumerate(policies)
     ]
     heapify(left)
+    near: Sequence[PolicyResult] | None = None  # those of infinite price that may fit, once only such are left
     while left:
         price, number, is_settled = heappop(left)
         policy = policies[number]
+        if price == inf and not fitting:
+            near = _near_limit([policy, *(policies[other] for _, other, _ in left)], refused) if near is None else near
+            if policy not in near:
+                continue
         if cutoff <= (least := _at_least(price, [*fitting, *refused])) < inf:
             if not fitting:
                 raise _slower(least, policy.planner.settings)
@@ -126,8 +134,17 @@ def _settle(
             heappush(left, (policy.price, number, True))
 
 
+def _near_limit(policies: Sequence[PolicyResult], refused: Sequence[PolicyResult]) -> Sequence[PolicyResult]:
+    """Return the policies whose programs may fit although their additive bytes fit on no mesh, and for a refusal
+    NUM_LEAST_POLICIES of the fewest bytes with those of as few, unless what was refused needs less."""
+    ordered = sorted(policies, key=lambda policy: policy.least_bytes)
+    least = min((policy.ranking.best.num_bytes for policy in refused), default=inf)
+    least = min(least, ordered[:NUM_LEAST_POLICIES][-1].least_bytes)
+    return [p for p in ordered if p.least_bytes <= max(least, CLEARLY_OVER_LIMIT * p.planner.limit)]
+
+
 def _all_eased(
-    fitting: Sequence[_PolicyResult], segments: Sequence[Segment], bound: float, cutoff: float
+    fitting: Sequence[PolicyResult], segments: Sequence[Segment], bound: float, cutoff: float
 ) -> list[tuple[Planner, CandidateRanking]]:
     """Return the policies that fit, eased, without those that cannot be the fastest."""
     eased: list[tuple[Planner, CandidateRanking]] = []
@@ -139,19 +156,19 @@ def _all_eased(
     return eased
 
 
-def least_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> PlannerResult:
+def least_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> StagePlan:
     """Return a plan of about the least memory of all memory policies, whatever the limit. Arguments as ``fit_memory``.
 
     Programs are built for the NUM_LEAST_POLICIES policies of the fewest additive bytes.
     """
     without = replace(planner, settings=replace(planner.settings, memory_bytes=0.0, known=inf))
-    policies = list(_memory_policies(without, reshard_mode))
-    policies.sort(key=lambda policy: min(num_bytes for num_bytes, _ in policy.searches[1]))
+    policies = list(memory_policies(without, reshard_mode))
+    policies.sort(key=lambda policy: policy.least_bytes)
     least = min(policies[:NUM_LEAST_POLICIES], key=lambda policy: policy.ranking.best.num_bytes)
     return least.planner.planned(least.ranking)
 
 
-def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
+def _at_least(price: float, answered: Sequence[PolicyResult]) -> float:
     """Return an estimate of the least step of plans with a price.
 
     This is the price, scaled by the least ratio of step to price among the policies simulated so far. The ratio counts
@@ -173,11 +190,13 @@ def _slower(seconds: float, settings: SearchConfig) -> PlanError:
 
 
 @dataclass(frozen=True, eq=False)
-class _PolicyResult:
+class PolicyResult:
     """A memory policy and the results of its searches, each computed on first use. ``planner``: the planner with the
-    policy in ``settings.memory_policy``."""
+    policy in ``settings.memory_policy``; ``weaker``: the policy that gathers parameters as often and repeats nothing
+    else, which takes no more seconds."""
 
     planner: Planner
+    weaker: PolicyResult | None = None
 
     @property
     def memory_policy(self) -> MemoryPolicy:
@@ -189,12 +208,17 @@ class _PolicyResult:
 
         The second list has, for every other mesh, its least additive bytes and its cost graph.
         """
-        return self.planner.searches()
+        return self.planner.searches(self.bounds if self.planner.limit else None)
 
     @cached_property
+    def bounds(self) -> Mapping[Mesh, float]:
+        """Return, for every mesh, a lower bound of its price, without the memory limit."""
+        return self.planner.least_seconds({} if self.weaker is None else self.weaker.bounds)
+
+    @property
     def least(self) -> float:
         """Return a lower bound of ``price``, without the memory limit."""
-        return self.planner.least_seconds()
+        return min(self.bounds.values())
 
     @cached_property
     def price(self) -> float:
@@ -204,6 +228,11 @@ class _PolicyResult:
         """
         done = [search for search in self.searches[0] if not search.outcome.stopped]
         return min((max(search.outcome.seconds, self._copies(search)) for search in done), default=inf)
+
+    @property
+    def least_bytes(self) -> float:
+        """Return the least additive bytes over the meshes on which nothing fits."""
+        return min((num_bytes for num_bytes, _ in self.searches[1]), default=inf)
 
     @property
     def least_that_fits(self) -> float:
@@ -223,7 +252,7 @@ class _PolicyResult:
         more = staying.cost_graph(search.mesh).components(search.outcome.assignment) - search.outcome.components
         return 2 * float(more[BYTES]) / settings.in_flight / rate
 
-    def is_ruled_out(self, price: float, fitting: Sequence[_PolicyResult]) -> bool:
+    def is_ruled_out(self, price: float, fitting: Sequence[PolicyResult]) -> bool:
         """Return whether another policy that fits recomputes no more, and has a plan that fits at no higher price."""
         return any(
             self.memory_policy.repeats_no_less(other.memory_policy) and price >= other.least_that_fits
@@ -235,8 +264,9 @@ class _PolicyResult:
         return self.planner.ranking_of(*self.searches)
 
 
-def _memory_policies(planner: Planner, reshard_mode: ReshardMode | None) -> Iterator[_PolicyResult]:
+def memory_policies(planner: Planner, reshard_mode: ReshardMode | None) -> Iterator[PolicyResult]:
     has_blocks, requested = bool(blocks_of(planner.graph)), planner.settings.memory_policy
+    weakest: dict[ReshardMode, PolicyResult] = {}  # when parameters are gathered -> the policy that repeats nothing
     decided = requested.offload != "auto" or not planner.cluster.device.host_bandwidth
     for policy in MEMORY_POLICIES:
         how, mode = policy.recompute, policy.reshard_mode
@@ -247,11 +277,15 @@ def _memory_policies(planner: Planner, reshard_mode: ReshardMode | None) -> Iter
         if decided and (how == "offload" or policy.offloads):
             continue
         moved = policy.offload if requested.offload == "auto" else requested.offload
-        yield _PolicyResult(planner.under(MemoryPolicy.of(planner.graph, requested.segments, how, mode, moved)))
+        own = planner.under(MemoryPolicy.of(planner.graph, requested.segments, how, mode, moved))
+        result = PolicyResult(own, weakest.get(mode))
+        if how is None:
+            weakest[mode] = result
+        yield result
 
 
 def _eased(
-    policy: _PolicyResult, segments: Sequence[Segment], fastest: float
+    policy: PolicyResult, segments: Sequence[Segment], fastest: float
 ) -> Iterator[tuple[Planner, CandidateRanking]]:
     """Yield the planner and ranking of a policy with as many of its last blocks eased as the limit allows.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -23,7 +24,7 @@ from shardwise.programs.instructions import Arrive, Compute, Convert, Instructio
 from shardwise.programs.lifetimes import is_repeatable, repeated, with_lifetimes
 from shardwise.programs.lower import lowered_by_model, lowered_operators, model_operators
 from shardwise.programs.rank_program import RankProgram
-from shardwise.programs.spmd import Lifetimes, SpmdProgram
+from shardwise.programs.spmd import Lifetimes
 from shardwise.search.constants import MIN_RESEND_SAVING
 
 Offload = Literal["auto", "all", "none"]
@@ -236,9 +237,10 @@ def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     return ahead, behind
 
 
-def with_memory_policy(kept: RankProgram, graph: Graph, memory_policy: MemoryPolicy) -> SpmdProgram:
-    """Return the program of all ranks with the lifetimes of a policy. ``kept``: the program of the busiest rank, which
-    keeps all; ``graph``: the model's (not lowered). Only what backward really recomputes is listed."""
+def with_memory_policy(kept: RankProgram, graph: Graph, memory_policy: MemoryPolicy) -> RankProgram:
+    """Return the program of the busiest rank with the lifetimes of a policy applied. ``kept``: the one that keeps all;
+    ``graph``: the model's (not lowered). Of operators and conversions to repeat, its ``spmd`` lists only those that
+    backward really recomputes: the program is the same without the others."""
     spmd = kept.spmd
     operators: set[str] = set()
     conversions: set[str] = set()
@@ -277,7 +279,7 @@ def with_memory_policy(kept: RankProgram, graph: Graph, memory_policy: MemoryPol
         return lowered_operators(model_operators(operators, graph), graph, spmd.graph)
 
     lifetimes = Lifetimes(listed(recomputed) & operators, repeats, listed(offloaded_operators(program)) & waiting)
-    return replace(spmd, lifetimes=lifetimes)
+    return replace(program, spmd=replace(spmd, lifetimes=lifetimes))
 
 
 def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:
@@ -313,11 +315,9 @@ class _MinimumCuts:
     def recomputed(self, inside: Collection[str], work: Collection[str]) -> tuple[set[str], set[str]]:
         """Return the operators and conversion results of a segment to recompute so that it holds the fewest bytes for
         backward. ``work``: what may be repeated, kernels that are no products, and messages."""
-        import networkx as nx  # takes .3 s, and few plans ask for it
-
-        flow = nx.DiGraph()
         makers: dict[str, list[Instruction]] = {}  # of a memory
         prices: dict[str, float] = {}  # of recomputing a memory, in bytes
+        reads: dict[tuple[str, str], None] = {}  # (memory, memory that is made from it)
         ordered = [
             instruction
             for _, instruction in sorted((p for op in inside for p in self.positions.get(op, ())), key=itemgetter(0))
@@ -336,24 +336,20 @@ class _MinimumCuts:
                 if memory != name and memory not in makers:
                     continue  # a view of what comes in
                 makers.setdefault(memory, []).append(instruction)
-                flow.add_edge(("in", memory), ("out", memory), capacity=self.forms[memory].num_bytes)
                 prices[memory] = max(price, prices.get(memory, 0))
-                for operand in instruction.operands:
-                    before = self.root.get(operand, operand)
-                    if before in makers and before != memory:
-                        flow.add_edge(("out", before), ("in", memory))
-                if memory in self.wanted:
-                    flow.add_edge(("out", memory), "backward")
-        flow.add_edges_from(("kept", ("in", memory), {"capacity": price}) for memory, price in prices.items() if price)
-        if "backward" not in flow:
+                before = (self.root.get(operand, operand) for operand in instruction.operands)
+                reads |= {(read, memory): None for read in before if read in makers and read != memory}
+        if self.wanted.isdisjoint(makers):
             return set(), set()
-        kept = nx.minimum_cut(flow, "kept", "backward")[1][0] if "kept" in flow else set()
+        number = {memory: i for i, memory in enumerate(makers)}
+        nodes = tuple((self.forms[memory].num_bytes, prices[memory], memory in self.wanted) for memory in makers)
+        begun, kept = _minimum_cut(nodes, tuple((number[read], number[memory]) for read, memory in reads))
         steady: list[Instruction] = []
         again: list[Instruction] = []
-        for memory, instructions in makers.items():
-            if ("in", memory) not in kept:
+        for i, instructions in enumerate(makers.values()):
+            if i not in begun:
                 again += instructions
-            elif ("out", memory) not in kept:
+            elif i not in kept:
                 steady += instructions
         computed, once = (
             {instruction.origin.op for instruction in part if isinstance(instruction, Compute)}
@@ -376,3 +372,28 @@ class _MinimumCuts:
         if "messages" not in work:
             return inf
         return of_message if sent_by(instruction) else 0
+
+
+@lru_cache(maxsize=1024)
+def _minimum_cut(
+    nodes: tuple[tuple[int, float, bool], ...], reads: tuple[tuple[int, int], ...]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the memories on the source's side of the minimum cut before and after they are made. Cached, as equal
+    blocks have equal cuts.
+
+    ``nodes``: per memory its bytes, the price of recomputing it, and whether backward reads it; ``reads``: (memory,
+    one that is made from it).
+    """
+    import networkx as nx  # takes .3 s, and few plans ask for it
+
+    flow = nx.DiGraph()
+    for number, (num_bytes, price, is_wanted) in enumerate(nodes):
+        flow.add_edge(("in", number), ("out", number), capacity=num_bytes)
+        if is_wanted:
+            flow.add_edge(("out", number), "backward")
+        if price:
+            flow.add_edge("kept", ("in", number), capacity=price)
+    flow.add_edges_from((("out", read), ("in", number)) for read, number in reads)
+    side = nx.minimum_cut(flow, "kept", "backward")[1][0] if "kept" in flow else set()
+    begun, kept = (frozenset(i for i in range(len(nodes)) if (end, i) in side) for end in ("in", "out"))
+    return begun, kept

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 from shardwise.errors import ShardwiseError
+from shardwise.graph.annotate import SUMMED
 from shardwise.graph.batch import batch_size
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import (
@@ -117,6 +118,8 @@ def _complete(
     movable: bool,
 ) -> Choice:
     batch = batch_size(graph)
+    fixed_values = (graph.producer.get(value) for value, text in graph.constraints if text != SUMMED)
+    constrained = {op.scope for op in fixed_values if op is not None and op.name in fixed} - {""}
     sources: dict[str, dict[str, Where]] = {}
     follow: set[str] = set()
     for source in graph.sources:
@@ -137,6 +140,7 @@ def _complete(
         sources=sources,
         movable=frozenset(follow),
         closed=closed,
+        inside=frozenset(op.name for op in graph.ops if op.scope in constrained),
         scatter=movable,
     )
     strategies = propagation.run()

@@ -9,9 +9,9 @@ continues under a limit that is lower by as much, then without the choices that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil, inf, log10
 
 from shardwise.costs.cluster import Cluster
@@ -19,7 +19,7 @@ from shardwise.costs.collectives import Links
 from shardwise.costs.ledger import Peak, static_bytes
 from shardwise.costs.memory import memory_of_program
 from shardwise.costs.prediction import Prediction
-from shardwise.costs.prices import Prices
+from shardwise.costs.prices import Prices, gradient_bytes
 from shardwise.costs.pricing import price_program
 from shardwise.costs.timeline import SimulatedStep, simulate_program
 from shardwise.errors import LayoutError
@@ -30,16 +30,17 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
 from shardwise.layouts.transfer import on_mesh
+from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.builder import Choice
 from shardwise.programs.spmd import SpmdProgram
-from shardwise.programs.vjp import VjpCache
 from shardwise.progress import STOPPED, each, stop_with
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.auto import MeshSearch, run_search, searches_within, separate_axes
-from shardwise.search.block_extrapolation import FoldedSteps
+from shardwise.search.axis_names import AxisUsage, mesh_by_roles
+from shardwise.search.block_extrapolation import FoldedSteps, shared_step
 from shardwise.search.candidates import (
-    BOUNDED,
+    BOUNDED_SEARCH,
     Candidate,
     CandidateRanking,
     SimulatedCandidate,
@@ -47,9 +48,12 @@ from shardwise.search.candidates import (
     rank_candidates,
 )
 from shardwise.search.constants import (
+    BUCKET_GAIN,
+    BUCKET_SIZES,
     CANDIDATE_PRICE_RATIO,
     CANDIDATE_PRICE_RATIO_RECOMPUTED,
     EXACT_GAP,
+    FOLDED_STEP_ERROR,
     MAX_CAP_PROGRAMS,
     MAX_LIMIT_HALVINGS,
     MAX_LIMIT_RETRIES,
@@ -60,34 +64,62 @@ from shardwise.search.cost_graph import CostGraph
 from shardwise.search.cost_tables import Tables
 from shardwise.search.decide import apply_layouts
 from shardwise.search.domains import Domains, SearchSpace
-from shardwise.search.dynamic_programming import DoesNotFit
+from shardwise.search.dynamic_programming import DoesNotFit, least_step
 from shardwise.search.memory_policy import MemoryPolicy
-from shardwise.search.stored_program import SearchConfig, StoredProgram, build_program, build_stored_program
+from shardwise.search.planning_cache import PlanningCache
+from shardwise.search.stored_program import SearchConfig, build_program, build_stored_program
 from shardwise.search.user_choices import annotated_rules, fixed_choices
 
 
+@dataclass(frozen=True, eq=False)
+class StageSearchResult:
+    """The search for a part, or for an equal part. ``names``: operator or parameter of the part -> its name in the
+    search."""
+
+    search: MeshSearch
+    names: Mapping[str, str]
+
+
 @dataclass(frozen=True)
-class PlannerResult:
-    """The result of a planner: the choice, its program, its prediction, and its search. ``ranking``: among which it was
-    chosen; if that has an ``excess``, nothing fits and this needs least."""
+class StagePlan:
+    """The choice for a part by itself or for a whole model, its program and memory policy. ``prediction``: for a whole
+    model; ``ranking``: the candidates that were compared; if it has an ``excess``, nothing fits and this needs least;
+    ``searched``, ``ranking``: None if nothing was searched."""
 
     factored: Factored
     choice: Choice
     spmd: SpmdProgram
-    prediction: Prediction
-    search: MeshSearch
-    ranking: CandidateRanking
     memory_policy: MemoryPolicy
+    prediction: Prediction | None = None
+    searched: StageSearchResult | None = None
+    ranking: CandidateRanking | None = None
+    bucket_bytes: int = BUCKET_BYTES
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.spmd.mesh
+
+    def excess(self, limit: float) -> float:
+        return 0.0 if self.ranking is None else max(0.0, self.ranking.best.num_bytes - limit)
+
+    def fits_with(self, more: int, limit: float) -> bool:
+        """Return whether the plan fits if it keeps so many micro-batches more than it was searched for."""
+        if self.ranking is None:
+            return not more
+        return self.ranking.best.num_bytes + more * self.ranking.best.kept_bytes <= limit
+
+    def with_bound(self, bound: float) -> StagePlan:
+        """Return the plan with another bound of the additive price."""
+        assert self.prediction is not None, "it was chosen by price"
+        return replace(self, prediction=replace(self.prediction, bound=bound))
 
 
 @dataclass(frozen=True, eq=False)
 class Planner:
     """Plans of one model on the meshes of one cluster. ``rules``: in the variants that the user's annotations name;
     ``factored``: the same, divided; ``choosing``: the search space; ``folded``: estimates for models of many equal
-    blocks (None: every candidate is built as a whole). Caches: ``tables`` of the meshes, which planners share that
-    differ only in memory policies and limits; ``choices`` of assignments, by mesh; ``build_stored_program``: programs
-    of fewer blocks before lifetimes, which many policies share; ``programs`` of the candidates, by policy, mesh and
-    assignment."""
+    blocks (None: every candidate is built as a whole); ``cache``: shared with the planners of other stages;
+    ``graph_cache``: results with names of this graph, shared with planners of other policies, limits and messages."""
 
     graph: Graph
     annotations: tuple[Annotation, ...]
@@ -97,12 +129,9 @@ class Planner:
     cluster: Cluster
     meshes: tuple[Mesh, ...]
     settings: SearchConfig
-    vjp_cache: VjpCache = field(default_factory=VjpCache)
+    cache: PlanningCache = field(default_factory=PlanningCache)
     folded: FoldedSteps | None = None
-    tables: dict[Mesh, Tables] = field(default_factory=dict)
-    programs: dict[Hashable, SimulatedCandidate] = field(default_factory=dict)
-    choices: dict[Hashable, Choice] = field(default_factory=dict)
-    stored: dict[Hashable, StoredProgram] = field(default_factory=dict)
+    graph_cache: PlanningCache = field(default_factory=PlanningCache)
 
     @staticmethod
     def of(
@@ -111,14 +140,16 @@ class Planner:
         cluster: Cluster,
         meshes: Iterable[Mesh],
         settings: SearchConfig,
+        cache: PlanningCache | None = None,
     ) -> Planner:
         """Return the planner for a captured model. Raises LayoutError for splits by hand, which have no price."""
         annotations = tuple(annotations)
         rules, factored = annotated_rules(graph, annotations, settings.imbalance)
         _refuse_cuts(annotations, settings.search)
         choosing, meshes = SearchSpace(graph, factored), tuple(meshes)
+        cache = cache or PlanningCache()
         return Planner(
-            graph, annotations, rules, factored, choosing, cluster, meshes, settings, folded=FoldedSteps(graph)
+            graph, annotations, rules, factored, choosing, cluster, meshes, settings, cache, FoldedSteps(graph)
         )
 
     def under(self, memory_policy: MemoryPolicy) -> Planner:
@@ -130,12 +161,12 @@ class Planner:
         memory_bytes = self.settings.memory_bytes
         return self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes
 
-    def plan(self) -> PlannerResult:
+    def plan(self) -> StagePlan:
         """Return the fastest plan over all meshes that keeps the user's choices and fits; if none does
         (``ranking.excess``) the one that needs least memory."""
         ranking = self.ranking_of(*self.searches())
         planned = self.planned(ranking)
-        if self.folded is not None and planned.ranking.excess and not ranking.excess:
+        if self.folded is not None and planned.excess(self.limit) and not ranking.excess:
             return replace(self, folded=None).plan()  # the estimate was too low
         return planned
 
@@ -149,11 +180,15 @@ class Planner:
         least = run_search(cost, self.settings.search, num_bytes)
         return self.within_moments(least, self.rank([least]))
 
-    def searches(self) -> tuple[list[MeshSearch], list[tuple[float, CostGraph]]]:
-        """Return the searches of the meshes on which something fits, and for the others the least bytes."""
+    def searches(
+        self, bounds: Mapping[Mesh, float] | None = None
+    ) -> tuple[list[MeshSearch], list[tuple[float, CostGraph]]]:
+        """Return the searches of the meshes on which something fits, and for the others the least bytes. ``bounds``:
+        of the price, by mesh. What may be the best is searched first: the other searches end when they are above it."""
         searches: list[MeshSearch] = []
         refused: list[tuple[float, CostGraph]] = []
-        for mesh in each(self.meshes, lambda mesh: f"prices and search on {mesh}"):
+        meshes = sorted(self.meshes, key=lambda mesh: (bounds or {}).get(mesh, 0.0))
+        for mesh in each(meshes, lambda mesh: f"prices and search on {mesh.format_sizes()} devices"):
             cost = self.cost_graph(mesh)
             cutoff = CANDIDATE_PRICE_RATIO * min((search.outcome.seconds for search in searches), default=inf)
             try:
@@ -175,16 +210,18 @@ class Planner:
         return {}
 
     def _priced(self, mesh: Mesh) -> CostGraph:
-        settings = self.settings
-        if mesh not in self.tables:
-            fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
-            domains = Domains(self.choosing, Axes.of(mesh, separate_axes(fixed, mesh)), self.prices(mesh))
-            taken = {
-                name: on_mesh(layout, mesh) or Layout.whole(mesh, layout.shape)
-                for name, layout in settings.taken.items()
-            }
-            self.tables[mesh] = Tables(domains, fixed, taken)
-        return self.tables[mesh].priced(settings.memory_policy.priced(self.graph, settings.in_flight))
+        tables = self.graph_cache.get("tables", mesh, lambda: self._tables(mesh))
+        return tables.priced(self.settings.memory_policy.priced(self.graph, self.settings.in_flight))
+
+    def _tables(self, mesh: Mesh) -> Tables:
+        fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
+        axes = Axes.of(mesh, separate_axes(fixed, mesh))
+        domains = Domains(self.choosing, axes, self.prices(mesh), self.cache)
+        taken = {
+            name: on_mesh(layout, mesh) or Layout.whole(mesh, layout.shape)
+            for name, layout in self.settings.taken.items()
+        }
+        return Tables(domains, fixed, taken)
 
     def prices(self, mesh: Mesh) -> Prices:
         """Return the prices on a mesh of the cluster."""
@@ -254,7 +291,7 @@ class Planner:
         the one of the lowest peak."""
         lowest = known
         if lowest.excess:
-            for capped in searches_within(search, self.settings.search, self.limit)[:MAX_CAP_PROGRAMS]:
+            for capped in searches_within(search, self.limit)[:MAX_CAP_PROGRAMS]:
                 lowest = min(lowest, self._rank_alone(capped), key=lambda ranking: ranking.excess)
                 if not lowest.excess:
                     break
@@ -291,10 +328,10 @@ class Planner:
         are estimated, unless the ``whole`` program is asked for."""
         memory_policy, mesh = self.settings.memory_policy, candidate.search.mesh
         is_folded = self.folded is not None and not whole
-        key = memory_policy.key, mesh, tuple(candidate.assignment), simulated, is_folded
-        if key not in self.programs:
-            self.programs[key] = self._build(candidate, simulated=simulated, whole=whole)
-        return replace(self.programs[key], candidate=candidate)
+        size, assignment = self.settings.bucket_bytes, tuple(candidate.assignment)
+        key = memory_policy.key, size, mesh, assignment, simulated, is_folded
+        built = self.graph_cache.get("programs", key, lambda: self._build(candidate, simulated=simulated, whole=whole))
+        return replace(built, candidate=candidate)
 
     def _build(self, candidate: Candidate, *, simulated: bool, whole: bool) -> SimulatedCandidate:
         search, settings = candidate.search, self.settings
@@ -302,30 +339,40 @@ class Planner:
         choice = apply_layouts(choice, settings.layouts, self.graph, self.factored, search.mesh)
         rules, prices = self.factored.rules, search.cost.domains.prices
 
-        def short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
+        def simulate_short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
             of_short = replace(settings, memory_policy=memory_policy)
             names = tuple(op.name for op in graph.ops)
-            key = search.mesh, tuple(candidate.assignment), memory_policy.reshard_mode == "again", names
-            if key not in self.stored:
-                self.stored[key] = build_stored_program(graph, rules, choice, search.mesh, of_short, self.vjp_cache)
-            return simulate_program(self.stored[key].with_lifetimes(graph, of_short).busiest, prices)
+            by_block, assignment = memory_policy.reshard_mode == "again", tuple(candidate.assignment)
+            stored = self.graph_cache.get(
+                "stored programs",
+                (search.mesh, assignment, settings.bucket_bytes, by_block, names),
+                lambda: build_stored_program(graph, rules, choice, search.mesh, of_short, self.cache.vjp_cache),
+            )
+            return simulate_program(stored.with_lifetimes(graph, of_short).busiest, prices)
+
+        def short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
+            if self.annotations or settings.layouts:  # which have names
+                return simulate_short(graph, memory_policy)
+            rest = prices, settings.bucket_bytes, settings.zero
+            simulate = partial(simulate_short, graph, memory_policy)
+            return shared_step(self.cache, graph, self.factored, choice, memory_policy, rest, simulate)
 
         step, spmd = None, None
         if self.folded is not None and not whole:
             step = self.folded.step(choice, settings.memory_policy, search.mesh, short)
         if step is None:
-            program = build_program(self.graph, rules, choice, search.mesh, settings, self.vjp_cache)
+            program = build_program(self.graph, rules, choice, search.mesh, settings, self.cache.vjp_cache)
             choice, spmd, busiest = program.choice, program.spmd, program.busiest
             step = simulate_program(busiest, prices) if simulated else None
         memory = memory_of_program(busiest, prices) if step is None else step
         others = self._others(memory.peak, memory.kept_bytes)
-        return SimulatedCandidate(candidate, choice, spmd, memory.peak, step, others, memory.kept_bytes)
+        called, num_roles = mesh_by_roles(search.mesh, [AxisUsage(self.graph, rules, choice.strategies)])
+        return SimulatedCandidate(
+            candidate, choice, spmd, memory.peak, step, others, memory.kept_bytes, called, num_roles
+        )
 
     def _choice(self, search: MeshSearch, assignment: list[int]) -> Choice:
-        key = search.mesh, tuple(assignment)
-        if key not in self.choices:
-            self.choices[key] = search.choice(assignment)
-        return self.choices[key]
+        return self.graph_cache.get("choices", (search.mesh, tuple(assignment)), lambda: search.choice(assignment))
 
     def _others(self, peak: Peak, kept_bytes: int) -> int:
         """Return the bytes kept for the other passes in flight, less the transient bytes that the stages of a rank
@@ -361,36 +408,80 @@ class Planner:
             cost = planner.cost_graph(found.search.mesh)
             search = replace(found.search, cost=cost)
             best = replace(best, candidate=Candidate(search, found.assignment, cost.components(found.assignment)))
-        return planner, replace(ranking, best=best)
+        return planner, replace(ranking, best=best, faster=None)  # which was simulated under the other policy
 
     def bound_without_limit(self) -> float:
         """Return a bound of the additive price of all plans, if the memory policy recomputes nothing: whatever the
         memory of a plan, and whatever it recomputes."""
-        searches = (run_search(self.cost_graph(mesh), self.settings.search, None) for mesh in self.meshes)
-        return min(float(search.outcome.bound) for search in searches)
+        bound = inf if self.settings.search == BOUNDED_SEARCH else 0.0
+        for mesh in self.meshes if bound else ():
+            bound = min(bound, least_step(self.cost_graph(mesh), bound))
+        return bound
 
-    def least_seconds(self) -> float:
-        """Return a bound of the additive price of all plans, whatever their memory, by one solve on each mesh."""
-        if self.settings.search not in BOUNDED:
-            return 0.0
-        searches = (run_search(self.cost_graph(mesh), self.settings.search, None, 0.0) for mesh in self.meshes)
-        return min(float(search.outcome.bound) for search in searches) * (1 - EXACT_GAP)
+    def least_seconds(self, known: Mapping[Mesh, float]) -> dict[Mesh, float]:
+        """Return, for every mesh, a bound of the additive price of its plans, whatever their memory, by one solve.
 
-    def planned(self, ranking: CandidateRanking) -> PlannerResult:
-        """Return the plan of a ranking's best candidate; its program is built if it was only estimated."""
-        best = ranking.best
-        if best.spmd is None:
-            best = self._built(best.candidate, simulated=len(self.graph.ops) <= MAX_SIMULATED_OPERATORS, whole=True)
-            ranking = replace(ranking, best=best)
+        ``known``: bounds that hold already; they are kept where they are not below the least of the others."""
+        if self.settings.search != BOUNDED_SEARCH:
+            return dict.fromkeys(self.meshes, 0.0)
+        bounds, least = dict(known), inf
+        for mesh in sorted(self.meshes, key=lambda mesh: known.get(mesh, 0.0)):
+            if known.get(mesh, 0.0) >= least:
+                break
+            bounds[mesh] = least_step(self.cost_graph(mesh), 0.0) * (1 - EXACT_GAP)
+            least = min(least, bounds[mesh])
+        return bounds
+
+    def planned(self, ranking: CandidateRanking) -> StagePlan:
+        """Return the plan of a ranking's best candidate; its program is built if it was only estimated. Its messages
+        get the size that is predicted to be the fastest, where the settings leave that free."""
+        sized = self._sized(ranking.best)
+        if sized is not self:
+            other = sized._whole(sized._built(ranking.best.candidate))
+            is_sure = FOLDED_STEP_ERROR * _seconds(other) < _seconds(ranking.best)
+            if other.num_bytes <= self.limit and (is_sure or _seconds(other) < _seconds(self._whole(ranking.best))):
+                return sized.planned(replace(ranking, best=other))
+        best = self._whole(ranking.best)
+        ranking = replace(ranking, best=best)
         assert best.spmd is not None, "a whole program was built"
         search = ranking.search
         prediction = with_bound_over_meshes(ranking.prediction, search.mesh, ranking.searches)
         prediction = _as_emitted(prediction, best.spmd, search)
         if self.settings.layouts or self.settings.zero is not None or self.settings.memory_policy:
             prediction = _as_stored(prediction, best, search, self._choice(search, best.candidate.assignment))
-        return PlannerResult(
-            self.factored, best.choice, best.spmd, prediction, search, ranking, self.settings.memory_policy
-        )
+        names = (*(op.name for op in self.graph.ops), *(source.names[0] for source in self.graph.sources))
+        searched = StageSearchResult(search, {name: name for name in names})
+        return StagePlan(
+            self.factored, best.choice, best.spmd, self.settings.memory_policy, prediction, searched, ranking,
+            self.settings.bucket_bytes,
+        )  # fmt: skip
+
+    def _whole(self, built: SimulatedCandidate) -> SimulatedCandidate:
+        if built.spmd is not None:
+            return built
+        return self._built(built.candidate, simulated=len(self.graph.ops) <= MAX_SIMULATED_OPERATORS, whole=True)
+
+    def _sized(self, best: SimulatedCandidate) -> Planner:
+        """Return the planner with the size of messages that makes a candidate's step the shortest, of those that
+        fit. Other sizes than that of the settings have to be clearly faster."""
+        chosen, fastest = self, _seconds(best) * (1 - BUCKET_GAIN)
+        if not self.settings.sizes_messages or not fastest or best.num_bytes > self.limit:
+            return self
+        num_bytes = gradient_bytes(self.graph)
+        for size, smaller in zip(BUCKET_SIZES, (self.settings.bucket_bytes, *BUCKET_SIZES), strict=False):
+            if num_bytes <= smaller:  # all of them travel together already
+                break
+            settings = replace(self.settings, bucket_bytes=size, sizes_messages=False)
+            folded = None if self.folded is None else FoldedSteps(self.graph)
+            other = replace(self, settings=settings, folded=folded)
+            built = other._built(best.candidate)
+            if built.num_bytes <= self.limit and _seconds(built) < fastest:
+                chosen, fastest = other, _seconds(built)
+        return chosen
+
+
+def _seconds(built: SimulatedCandidate) -> float:
+    return 0.0 if built.step is None else built.step.seconds
 
 
 def least_that_fits(bytes_of: Callable[[int], float], most: int, limit: float) -> int:

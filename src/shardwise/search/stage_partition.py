@@ -36,6 +36,7 @@ from shardwise.errors import PlanError
 from shardwise.graph.cut import free_values
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.segments import block_of
+from shardwise.layouts.routes import Floats
 from shardwise.search.constants import (
     MAX_CUT_POSITIONS,
     OVER_LIMIT_PENALTY,
@@ -44,16 +45,34 @@ from shardwise.search.constants import (
     SLOWEST_STAGE_SLACK,
 )
 
-Floats = NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class StageCut:
-    """A cut. ``starts``: the position of every stage's begin, and the end; ``value``: seconds of a
-    micro-batch on the slowest stage, by what was known when it was found."""
+    """A cut. ``starts``: the position of every stage's begin, and the end (empty if there is no cut); ``value``:
+    seconds of a micro-batch on the slowest stage, by what was known when it was found."""
 
     starts: tuple[int, ...]
     value: float
+
+    @staticmethod
+    def of(values: Sequence[Floats]) -> StageCut:
+        """Return the cut whose slowest stage is as fast as possible: T above. ``values``: for every stage,
+        [begin, end] its seconds; infinite where there can be no stage."""
+        slowest, chosen = np.array([0.0, *[inf] * (len(values[0]) - 1)]), []
+        for value in values:
+            ends = np.maximum(slowest[:, None], value)
+            chosen.append(ends.argmin(axis=0))
+            slowest = ends.min(axis=0)
+        least = float(slowest[-1])
+        return StageCut(() if least == inf else _starts(chosen), least)
+
+
+def _starts(chosen: Sequence[NDArray[np.intp]]) -> tuple[int, ...]:
+    """Return the begin of every stage, and the end. ``chosen``: for every stage, [end] its begin."""
+    starts = [len(chosen[0]) - 1]
+    for back in reversed(chosen):
+        starts.insert(0, int(back[starts[0]]))
+    return tuple(starts)
 
 
 @dataclass(eq=False)
@@ -149,7 +168,7 @@ class StagePartition:
     def next_cut(self) -> StageCut:
         """Return the best cut by what is known."""
         values = [self._values(stage) for stage in range(len(self.in_flight))]
-        slowest = _slowest(values)
+        slowest = StageCut.of(values).value
         if slowest == inf:
             raise PlanError(
                 f"{len(values)} stages need parameters each, and no cut gives all some", fix="ask for fewer stages"
@@ -160,10 +179,7 @@ class StagePartition:
             crossing = np.where(value <= most, total[:, None] + self.sent[None, :], inf)
             chosen.append(crossing.argmin(axis=0))
             total = crossing.min(axis=0)
-        starts = [len(self.sent) - 1]
-        for back in reversed(chosen):
-            starts.insert(0, int(back[starts[0]]))
-        return StageCut(tuple(starts), slowest)
+        return StageCut(_starts(chosen), slowest)
 
     def moved(self, cut: StageCut) -> list[StageCut]:
         """Return the cuts with one start moved by a block, without those that do not fit as far as is known."""
@@ -245,15 +261,6 @@ class StagePartition:
                 seconds[begin, end], over[begin, end] = of_stage, 0.0
         self.values[stage] = np.where(self.seconds < inf, seconds + over, inf)
         return self.values[stage]
-
-
-def _slowest(values: Sequence[Floats]) -> float:
-    """Return the least value of the slowest stage. ``values``: for every stage, [begin, end] its value."""
-    slowest = np.full(len(values[0]), inf)
-    slowest[0] = 0.0
-    for value in values:
-        slowest = np.maximum(slowest[:, None], value).min(axis=0)
-    return float(slowest[-1])
 
 
 def _costs(graph: Graph, ops: Sequence[Op], prices: Prices) -> dict[str, Floats]:

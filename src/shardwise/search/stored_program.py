@@ -12,13 +12,13 @@ from shardwise.costs.memory import memory_of_program
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import price_program
-from shardwise.costs.timeline import simulate_program
+from shardwise.costs.timeline import figures_of, simulate_program
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.builder import Choice
-from shardwise.programs.differentiate import finished, keeping_all
+from shardwise.programs.differentiate import finish_exchanges, keeping_all
 from shardwise.programs.grad_accum_program import with_once
 from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import RankProgram
@@ -36,19 +36,21 @@ from shardwise.search.zero import Zero, reduce_at_parameter, shard_storage
 class SearchConfig:
     """The settings of a search. ``search``: one of ``search.auto``; ``passes``: micro-batches of a step;
     ``memory_bytes``: the limit for the tensors of a device (None: what the cluster's devices have beside their
-    reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
-    keeps tensors; ``zero``: whether parameters are stored in parts wherever they would be copied; ``in_flight``:
-    micro-batches whose values a device keeps for backward at once; ``turns``: the stages of a pipeline rank, which take
-    turns, so that transient bytes are there once; ``taken``: the layouts in which the next stage takes values, device
-    by device; ``known``: seconds of the step of an existing plan (a search for a better one ends where prices are
-    clearly above it); ``together``: the equal stages of a pipeline rank, whose micro-batches all run one after the
-    other in a step; ``imbalance``: the rows that are planned for on the busiest owner of experts, over the mean."""
+    reserve); ``bucket_bytes``: the largest message that several parameters share; ``sizes_messages``: whether the plan
+    that is taken may have another one, by price; ``layouts``: those in which the user keeps tensors; ``zero``: whether
+    parameters are stored in parts wherever they would be copied; ``in_flight``: micro-batches whose values a device
+    keeps for backward at once; ``turns``: the stages of a pipeline rank, which take turns, so that transient bytes are
+    there once; ``taken``: the layouts in which the next stage takes values, device by device; ``known``: seconds of the
+    step of an existing plan (a search for a better one ends where prices are clearly above it); ``together``: the equal
+    stages of a pipeline rank, whose micro-batches all run one after the other in a step; ``imbalance``: the rows that
+    are planned for on the busiest owner of experts, over the mean."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
     passes: int = 1
     memory_bytes: float | None = None
     bucket_bytes: int = BUCKET_BYTES
+    sizes_messages: bool = False
     layouts: Mapping[str, Kept] = field(default_factory=dict)
     memory_policy: MemoryPolicy = field(default_factory=MemoryPolicy)
     zero: Zero | None = None
@@ -75,16 +77,19 @@ class StoredProgram:
 
     def with_lifetimes(self, graph: Graph, settings: SearchConfig) -> ProgramWithPolicy:
         """Return the program under the memory policy of some settings. ``graph``: the model's (not lowered)."""
-        spmd = with_memory_policy(self.kept, graph, settings.memory_policy) if settings.memory_policy else self.spmd
-        return ProgramWithPolicy(self, as_grad_accum(spmd, settings))
+        if not settings.memory_policy:
+            return ProgramWithPolicy(self, as_grad_accum(self.spmd, settings))
+        program = with_memory_policy(self.kept, graph, settings.memory_policy)
+        return ProgramWithPolicy(self, as_grad_accum(program.spmd, settings), program)
 
 
 @dataclass(frozen=True, eq=False)
 class ProgramWithPolicy:
-    """A program with its lifetimes."""
+    """A program with its lifetimes. ``applied``: the program of the busiest rank with them, or None: it keeps all."""
 
     stored: StoredProgram
     spmd: SpmdProgram
+    applied: RankProgram | None = None
 
     @property
     def choice(self) -> Choice:
@@ -92,7 +97,7 @@ class ProgramWithPolicy:
 
     @property
     def busiest(self) -> RankProgram:
-        return finished(replace(self.stored.kept, spmd=self.spmd))
+        return finish_exchanges(replace(self.applied or self.stored.kept, spmd=self.spmd))
 
     def prediction(self, prices: Prices) -> Prediction:
         """Predict a micro-batch of a plan that is compared with no others."""
@@ -106,10 +111,10 @@ class ProgramWithPolicy:
             compute,
             traffic,
             float(static_bytes(memory.peak) + memory.kept_bytes),
-            simulated_seconds=0.0 if step is None else step.seconds,
             peak_bytes=float(memory.peak.num_bytes),
             peak_at=memory.peak.where,
             passes=prices.passes,
+            **figures_of(step),
         )
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -35,8 +35,9 @@ from shardwise.train.files import StagedFile, StreamedFile
 from shardwise.train.manifest import Chunk, Manifest, StoredTensor
 from shardwise.train.parts import MODEL, Names, TensorPart, TrainingState, state_of
 from shardwise.train.retention import Keep
-from shardwise.train.saving import SaveJob, Saving, give_up, incomplete, make_room, release
+from shardwise.train.saving import SaveJob, Saving, give_up, make_room, taken
 from shardwise.train.sharing import Offer, PlannedFile, WritePiece, describe_parts, plan_files
+from shardwise.train.stores import Folder, Place, folder_of
 from shardwise.train.values import encode
 from shardwise.untrusted_text import check_texts
 
@@ -120,12 +121,12 @@ _savers: WeakKeyDictionary[torch.nn.Module, _Saver] = WeakKeyDictionary()
 
 
 def save_checkpoint(
-    path: str | Path,
+    path: Place,
     par: torch.nn.Module,
     optimizer: Optimizers = None,
-    *,
-    step: int,
     schedulers: Schedulers = (),
+    *,
+    step: int | None = None,
     scaler: Resumable | None = None,
     data: Resumable | None = None,
     extra: Any = None,
@@ -133,19 +134,21 @@ def save_checkpoint(
     keep: Keep | None = None,
     blocking: bool = True,
 ) -> Saving:
-    """Write a checkpoint to the folder ``path``, which appears when it is complete. Call it on every rank.
+    """Write a checkpoint to ``path``, which appears when it is complete. Call it on every rank.
 
     The checkpoint also holds the states of the ranks' random generators. A second save waits for the first. Earlier
     checkpoints are not changed.
 
     Args:
-        path: folder of the checkpoint, on a file system that all ranks share.
+        path: folder of the checkpoint, on a file system that all ranks share; or a URL that fsspec knows
+            (``"s3://bucket/run/step-8"``).
         par: a parallel module, a module that contains some, or any module that every rank holds whole. Its parameters
             and persistent buffers are saved.
         optimizer: one or several optimizers, whose states and settings are saved.
-        step: number of finished optimizer steps.
         schedulers: one or several schedulers; like ``scaler`` and ``data`` they have a ``state_dict()`` that is equal
             on all ranks.
+        step: number of finished optimizer steps. By default the number at the end of the folder's name
+            (``"run/step-200"``), else the one that the optimizer's states count.
         scaler: a gradient scaler.
         data: the data loader, usually a ``sw.DataLoader``.
         extra: other values to save: numbers, texts, tensors, and lists and dicts of these; equal on all ranks.
@@ -160,51 +163,56 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, if the checkpoint cannot be written or exists already. With ``blocking=False``
             write errors are raised by ``wait()``, and are a warning at the next save.
-        ShardwiseError: a value cannot be stored, or ranks differ where they must be equal.
+        ShardwiseError: a value cannot be stored, ranks differ where they must be equal, or ``step`` is not known.
     """
     finish_saving(par)
+    if step is None:
+        step = _counted_steps(folder_of(path).name, _as_list(optimizer))
     saver = _savers.setdefault(par, _Saver())
     rank, num_ranks = rank_and_world_size()
-    path, resumables = Path(path), Resumables.of(optimizer, schedulers, scaler, data)
+    folder, resumables = folder_of(path), Resumables.of(optimizer, schedulers, scaler, data)
     state: TrainingState | None = None
     fault: ShardwiseError | None = None
-    token = ""
+    token, room = "", ExitStack()
     try:
         state = state_of(par, resumables.optimizers, rank)
         state.values.update(values_of(step, resumables, extra, metrics))
         if rank == 0:
-            token = make_room(path)
+            token = make_room(folder, room)
     except ShardwiseError as error:
         fault = error
+    job: SaveJob | None = None
+    agreed = False
     try:
         raise_first(CheckpointError, fault)
         assert state is not None, "without a fault there is a state"
-        plain, token = _agree(saver, path, state, token)
-    except BaseException:
-        if token:
-            shutil.rmtree(incomplete(path), ignore_errors=True)
-            release(token)
-        raise
-    try:
+        plain, token = _agree(saver, folder, state, token)
+        agreed = True
         files = _files(saver, state.parts, saver.shares.files[rank], blocking)
+        manifest = Manifest(
+            step=step,
+            num_ranks=num_ranks,
+            plan=par.plan.digest if isinstance(par, ParallelModule) else "",
+            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            tensors=saver.shares.stored,
+            tied=saver.shares.model_names(),
+            values={**state.values, "names": saver.shares.names, "plain": plain},
+        )
+        job = SaveJob(folder, token, rank, num_ranks, files, manifest, keep, patience_seconds(), room)
+        saving = Saving(job)
     except BaseException as error:  # mostly out of memory
-        failed = give_up(path, token, rank, str(error))
-        release(token)
-        if isinstance(error, (RuntimeError, MemoryError)):
+        if job is not None:
+            job.abandoned.set()
+        failed = None
+        with room:  # released whatever happens
+            if agreed:
+                failed = give_up(folder, token, rank, str(error))
+            elif token:
+                folder.abandon(token)
+        if failed is not None and isinstance(error, (RuntimeError, MemoryError)):
             raise failed from error
         raise
-    manifest = Manifest(
-        step=step,
-        num_ranks=num_ranks,
-        plan=par.plan.digest if isinstance(par, ParallelModule) else "",
-        metrics={name: float(value) for name, value in (metrics or {}).items()},
-        tensors=saver.shares.stored,
-        tied=saver.shares.model_names(),
-        values={**state.values, "names": saver.shares.names, "plain": plain},
-    )
-    job = SaveJob(path, token, rank, num_ranks, files, manifest, keep, patience_seconds())
     try:
-        saving = Saving(job)
         if blocking:
             with show_progress_once("saving a checkpoint"):
                 saving.wait()
@@ -216,6 +224,19 @@ def save_checkpoint(
     else:
         saver.under_way = saving
     return saving
+
+
+def _counted_steps(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return the number of finished steps, from the name of a checkpoint or the states of its optimizers. Collective:
+    a rank may hold no state."""
+    if number := re.search(r"\d+$", name):
+        return int(number[0])
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    steps = max(gather_values(max((int(state["step"]) for state in states if "step" in state), default=0)))
+    if not steps:
+        what = f"how many steps are finished is neither in the name {name!r} nor in the optimizer's states"
+        raise ShardwiseError(what, fix="give step=, or a name that ends with the number")
+    return steps
 
 
 def _files(
@@ -279,12 +300,12 @@ def _encoded(resumable: Resumable | None, what: str) -> Any:
     return encode(resumable.state_dict(), what)
 
 
-def _agree(saver: _Saver, path: Path, state: TrainingState, token: str) -> tuple[dict[str, Any], str]:
+def _agree(saver: _Saver, folder: Folder, state: TrainingState, token: str) -> tuple[dict[str, Any], str]:
     """Update the saver to what all ranks hold. Return the optimizers' states that are not tensors, and rank 0's
     ``token``. Takes one exchange if nothing has changed since the last save."""
     offers = describe_parts(state.parts)
     structure = _digest([offers, dict(state.tied), state.names])
-    common = {name: _digest(value) for name, value in {**state.values, "path": str(path)}.items()}
+    common = {name: _digest(value) for name, value in {**state.values, "path": str(folder)}.items()}
     everywhere = gather_values((structure, common, state.plain, token))
     for rank, (_, other, *_) in enumerate(everywhere):
         differing = [name for name, digest in other.items() if digest != everywhere[0][1].get(name)]
@@ -294,15 +315,24 @@ def _agree(saver: _Saver, path: Path, state: TrainingState, token: str) -> tuple
             raise ShardwiseError(what, fix=fix)
     structures = [structure for structure, *_ in everywhere]
     if structures != saver.structures:
-        blind = [rank for rank, sees in enumerate(gather_values(incomplete(path).is_dir())) if not sees]
-        if blind:
-            what = f"rank {blind[0]} does not see {incomplete(path)}, which rank 0 created"
-            raise CheckpointError(what, fix="give a folder on a file system that all machines share")
+        raise_first(CheckpointError, _blindness(folder, everywhere[0][3]))
         saver.shares = assign_writers(state)
         saver.staged.clear()
         saver.structures = structures
     plain = {name: dict(kept) for _, _, states, _ in everywhere for name, kept in states.items()}
     return plain, everywhere[0][3]
+
+
+def _blindness(folder: Folder, token: str) -> CheckpointError | None:
+    """Return an error if this rank does not see what rank 0 wrote to the folder of a save."""
+    what = ""
+    try:
+        if (owner := folder.staging.owner()) is not None:
+            return None if owner == token else taken(folder)
+    except OSError as error:
+        what = f": {error}"
+    what = f"rank {rank_and_world_size()[0]} does not see {folder.staging}, which rank 0 created{what}"
+    return CheckpointError(what, fix="give a folder or a store that all machines share")
 
 
 def assign_writers(state: TrainingState) -> Shares:

@@ -23,7 +23,7 @@ from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.agree import gather_values
 from shardwise.runtime.initial.materialize import stable_seed
-from shardwise.train.parts import splits_in
+from shardwise.train.parts import random_states, set_random_states, splits_in
 
 Rows = tuple[int, int]  # [start, stop) of a batch
 
@@ -34,7 +34,11 @@ class DataLoader:
     ``state_dict()`` holds the position, counted in consumed samples; ``load_state_dict`` continues from there.
 
     Every rank reads an iterable data set completely and keeps its part; all ranks must get the same samples. The number
-    of samples per batch is compared between ranks. Workers are not used.
+    of samples per batch is compared between ranks. With ``num_workers`` the batches are those of torch's loader with as
+    many workers: each worker iterates over a copy of the data set, which divides the samples by ``get_worker_info()``
+    (as data sets of Hugging Face do). A data set with ``set_epoch`` is told the epoch. A run continues at its position:
+    a data set with ``state_dict`` and ``load_state_dict``, read without workers, goes there by itself, of others the
+    consumed samples are read again and dropped.
 
     Args:
         dataset: a data set with ``len`` and ``[i]``, or an iterable one.
@@ -49,7 +53,8 @@ class DataLoader:
             not depend on the number of ranks and workers.
         collate_fn: as of ``torch.utils.data.DataLoader``; each sample's result must not depend on the others in its
             batch (pad to a fixed length).
-        options: other options of ``torch.utils.data.DataLoader`` (``num_workers``, ``pin_memory``, ...).
+        options: other options of ``torch.utils.data.DataLoader`` (``num_workers``, ``pin_memory``, ...). Of an iterable
+            data set they need ``num_workers``.
 
     Raises:
         ShardwiseError: an invalid option, an empty data set, or a loader that differs between ranks.
@@ -76,26 +81,36 @@ class DataLoader:
             raise ShardwiseError(what, fix="order the data set as you need it, and give shuffle=False")
         self.dataset, self.par, self.batch_size = dataset, par, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = self.cursor = self._turn = 0
+        self.epoch = self.cursor = self._turn = self._count = 0
         self._collate = collate_fn or default_collate
         self._is_iterable = isinstance(dataset, IterableDataset)
         self._parts = _BatchParts(par)
         self._loader: TorchLoader[Any] | None = None
+        self._stream_state: Any = None  # where a stateful data set continues; None: at the start of the epoch
+        self._num_workers = int(options.get("num_workers", 0))
         if not self._is_iterable:
             samples: Any = _Samples(dataset, seed if seed_samples else None)
             sampler: Any = _BatchSampler(self)
             self._loader = TorchLoader(samples, batch_sampler=sampler, collate_fn=self._collate, **options)
             if not self._length:
                 raise ShardwiseError("the data set has no samples")
-            if splits_in(par):
-                self._check_same_on_all_ranks()
-        elif shuffle or seed_samples or options:
-            what = "an iterable data set is read in its own order, in this process: it takes no shuffle or options"
-            raise ShardwiseError(what, fix="shuffle=False, no seed_samples and no workers; or a map-style set")
+        elif shuffle or seed_samples:
+            what = "an iterable data set is read in its own order: it takes no shuffle or seed_samples"
+            raise ShardwiseError(what, fix="shuffle=False and no seed_samples; or a map-style set")
+        elif not self._num_workers and (unused := options.keys() - {"num_workers"}):
+            what = f"an iterable data set without workers is read in this process, which takes no {min(unused)}="
+            raise ShardwiseError(what, fix="give num_workers=, or leave the option out")
+        elif self._num_workers:
+            stream: Any = dataset
+            options = {**options, "collate_fn": list, "drop_last": drop_last}
+            self._loader = TorchLoader(stream, batch_size=batch_size, **options)
+        if splits_in(par):
+            self._check_same_on_all_ranks()
 
     def _check_same_on_all_ranks(self) -> None:
         settings = {
-            "samples in the data set": self._length,
+            "samples in the data set": None if self._is_iterable else self._length,
+            "workers": self._num_workers if self._is_iterable else None,
             "seed": self.seed,
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
@@ -125,12 +140,42 @@ class DataLoader:
         """Yield the remaining batches of the epoch, then advance to the next epoch. Raises ShardwiseError if a newer
         iteration has begun or a position was loaded meanwhile: all iterations share one position."""
         self._turn = turn = self._turn + 1
-        for count, batch in self._streamed() if self._loader is None else self._loaded(self._loader):
+        try:
+            for count, batch in self._streamed() if self._is_iterable else self._loaded():
+                self._check_turn(turn)
+                self.cursor += count
+                self._count = count
+                yield batch
             self._check_turn(turn)
-            self.cursor += count
-            yield batch
-        self._check_turn(turn)
-        self.epoch, self.cursor = self.epoch + 1, 0
+        except GeneratorExit:  # the loop was left: at its last batch the epoch has ended, or the next loop were empty
+            if (
+                turn == self._turn
+                and not self._is_iterable
+                and self.cursor >= min(len(self) * self.batch_size, self._length)
+            ):
+                self._end_epoch()
+            raise
+        self._end_epoch()
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Gather the rows of the latest batch, such as labels to compare with ``par.predict``. Collective.
+
+        Args:
+            part: this rank's rows, as the loader gave them, of any shape behind the first dim.
+
+        Returns:
+            The rows of the whole batch in its order, on the device of ``part``; not differentiable.
+        """
+        if not self._parts.layouts:
+            return part
+        first, last = self._parts.rows(self._count)
+        whole = part.new_empty((self._count, *part.shape[1:]))
+        for start, rows in gather_values((first, part.detach().cpu()[: last - first])):
+            whole[start : start + len(rows)] = rows.to(part.device)
+        return whole
+
+    def _end_epoch(self) -> None:
+        self.epoch, self.cursor, self._stream_state = self.epoch + 1, 0, None
 
     def _check_turn(self, turn: int) -> None:
         if turn != self._turn:
@@ -140,17 +185,20 @@ class DataLoader:
                 fix="use a separate loader for evaluation, and begin a new loop after load_state_dict",
             )
 
-    def _loaded(self, loader: TorchLoader[Any]) -> Iterator[tuple[int, Any]]:
+    def _loaded(self) -> Iterator[tuple[int, Any]]:
         """Yield (number of samples of the step, this rank's part of its batch)."""
-        for batch in loader:
+        assert self._loader is not None, "a data set with indices has torch's loader"
+        for batch in self._loader:
             count = min(self.batch_size, self._length - self.cursor)
             yield count, self._parts.cut(batch, count)
 
     def _streamed(self) -> Iterator[tuple[int, Any]]:
-        dataset: Any = self.dataset
-        stream = itertools.islice(iter(dataset), self.cursor, None)
+        """Yield as ``_loaded`` does; every rank reads all samples."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        batches = self._batches_of_stream()
         while True:
-            samples = list(itertools.islice(stream, self.batch_size))
+            samples = next(batches, [])
             counts = gather_values(len(samples))
             if len(set(counts)) > 1:
                 raise ShardwiseError(
@@ -158,11 +206,44 @@ class DataLoader:
                     f"{', '.join(map(str, counts[:8]))} more for a batch",
                     fix="let every rank read the same stream; the loader takes each rank's part of it",
                 )
-            if len(samples) < self.batch_size and (self.drop_last or not samples):
+            if not samples:
                 return
+            if self._goes_there:
+                self._stream_state = self.dataset.state_dict()  # type: ignore[attr-defined]
             start, stop = self._parts.rows(len(samples))
             local_samples = samples[start:stop] or samples[:1]
             yield len(samples), self._parts.cut(self._collate(local_samples), len(samples))
+
+    def _batches_of_stream(self) -> Iterator[list[Any]]:
+        """Yield the samples of all ranks that remain in the epoch, batch by batch."""
+        dataset: Any = self.dataset
+        if self._loader is None:
+            skipped = self.cursor
+            if self._goes_there and self._stream_state is not None:
+                dataset.load_state_dict(self._stream_state)
+                skipped = 0
+            stream = itertools.islice(iter(dataset), skipped, None)
+            while len(samples := list(itertools.islice(stream, self.batch_size))) == self.batch_size:
+                yield samples
+            if samples and not self.drop_last:
+                yield samples
+            return
+        batches, skipped = iter(self._loader), 0
+        while skipped < self.cursor:
+            batch = next(batches, None)
+            skipped += len(batch or ())
+            if batch is None or skipped > self.cursor:
+                raise ShardwiseError(
+                    f"the saved run had consumed {self.cursor:,} samples, and no batch of this loader ends there",
+                    fix="give the same data set, batch_size and num_workers as when it was saved",
+                )
+        yield from batches
+
+    @property
+    def _goes_there(self) -> bool:
+        """Return whether the data set returns to a position by itself. With workers its copies have read ahead."""
+        has_both = all(hasattr(self.dataset, name) for name in ("state_dict", "load_state_dict"))
+        return self._is_iterable and has_both and not self._num_workers
 
     def steps(self) -> Iterator[Sequence[int]]:
         """Yield the sample indices of each remaining step of the epoch, over all ranks."""
@@ -178,13 +259,14 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         length = None if self._is_iterable else self._length
-        return {
+        state = {
             "epoch": self.epoch,
             "cursor": self.cursor,
             "seed": self.seed,
             "length": length,
             "shuffle": self.shuffle,
         }
+        return state | ({"stream": self._stream_state} if self._goes_there else {})
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise ShardwiseError if the state is of a data set with another length, seed or shuffle setting."""
@@ -202,6 +284,7 @@ class DataLoader:
         self.check_state_dict(state)
         self._turn += 1
         self.epoch, self.cursor = int(state["epoch"]), int(state["cursor"])
+        self._stream_state = state.get("stream")
 
 
 class _BatchSampler:
@@ -224,13 +307,11 @@ class _BatchSampler:
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Restore the host's random states of Python, NumPy and torch after the block."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = random_states()
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        set_random_states(before)
 
 
 class _Samples(Dataset[Any]):

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
-import os
 import zlib
 from bisect import bisect, bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from shardwise.errors import CheckpointError
 from shardwise.layouts.boxes import Box
+from shardwise.train.local_folder import AT_ONCE_BYTES
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, StoredTensor
+from shardwise.train.names import with_token
 from shardwise.train.parts import TensorPart
-from shardwise.train.sharing import AT_ONCE_BYTES, PAGE_BYTES, PlannedFile, WritePiece
-
-_DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0 if the system does not have it
+from shardwise.train.sharing import PAGE_BYTES, PlannedFile, WritePiece
+from shardwise.train.stores import Folder, StoredBytes, is_unanswered, unanswered
 
 
 @dataclass(frozen=True)
@@ -128,71 +126,62 @@ def _source(part: TensorPart, piece: WritePiece) -> torch.Tensor:
     raise AssertionError(f"a rank writes {piece.sizes} at {piece.offsets} of {piece.name}, which it does not hold")
 
 
-def write(path: Path, source: StagedFile | StreamedFile) -> DataFile:
-    """Write a file and wait until it is on disk. Raises OSError.
-
-    All but the last part is written with O_DIRECT if the file system supports it. A copy to the page cache takes twice
-    the CPU time of the checksums, and the file is not read soon.
-    """
+def write(folder: Folder, source: StagedFile | StreamedFile, token: str = "") -> DataFile:
+    """Write a file to a folder and wait until it is stored. ``token``: of its name (``with_token``). Raises OSError."""
     file = source.file
     checksums: list[str] = []
-    with path.open("xb", buffering=0) as target:
-        _write_all(target.fileno(), memoryview(file.header))
+
+    def parts() -> Iterator[memoryview]:
+        checksums.clear()
+        yield memoryview(file.header)
         for start in range(0, file.num_bytes, AT_ONCE_BYTES):
             part = source.part(start, min(start + AT_ONCE_BYTES, file.num_bytes))
-            checksums += [f"{zlib.crc32(part[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(part), BLOCK_BYTES)]
-            _write_all(target.fileno(), part, direct=len(part) == AT_ONCE_BYTES)
-        os.fsync(target.fileno())
+            checksums.extend(
+                f"{zlib.crc32(part[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(part), BLOCK_BYTES)
+            )
+            yield part
+
+    folder.write(with_token(file.name, token), parts, len(file.header) + file.num_bytes)
     return DataFile(len(file.header), file.num_bytes, "".join(checksums))
 
 
-def _write_all(descriptor: int, content: memoryview, *, direct: bool = False) -> None:
-    """Write all of ``content``. ``direct``: bypass the page cache if possible."""
-    _set_direct(descriptor, direct)
-    while content:
-        try:
-            content = content[os.write(descriptor, content) :]
-        except OSError:
-            if not direct:
-                raise
-            direct = False  # retry without O_DIRECT: only its failure is an error
-            _set_direct(descriptor, direct)
-
-
-def _set_direct(descriptor: int, direct: bool) -> None:
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    with contextlib.suppress(OSError):  # the file system does not support it
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if direct else flags & ~_DIRECT)
-
-
 class CheckpointReader:
-    """Reads boxes of tensors from a checkpoint's memory-mapped files."""
+    """Reads boxes of tensors from a checkpoint's files, of which only the blocks that contain them are read."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self.num_bytes_read = 0
-        self._mapped: dict[str, torch.Tensor] = {}
+        self._contents: dict[str, StoredBytes] = {}
         self._verified: dict[str, np.ndarray] = {}
 
-    def path(self, file: str) -> Path:
-        return self.folder / file
+    def file_name(self, file: str) -> str:
+        """Return the name under which a file lies in the folder."""
+        return file
 
-    def verify(self, name: str, boxes: Iterable[Box]) -> None:
-        """Verify the checksums of all blocks that contain boxes of a tensor, each block once. Raises CheckpointError if
-        a block is missing or differs, or if elements of the boxes are in no file or in several."""
-        stored = self.manifest.tensors[name]
-        for box in boxes:
-            chunks = self._chunks(stored, box)
-            overlap = any(
-                first.common(second.offsets, second.sizes)
-                for i, (first, _) in enumerate(chunks)
-                for second, _ in chunks[:i]
-            )
-            if sum(common.numel for common, _ in chunks) != box.numel or overlap:
-                what = f"{self.folder} does not have every element of {name} exactly once"
-                raise CheckpointError(what, fix="load an older checkpoint")
-            for common, position in chunks:
-                self._verify_blocks(stored, common, position)
+    def verify(self, parts: Iterable[tuple[str, Iterable[Box]]]) -> None:
+        """Read the blocks that contain boxes of tensors, and verify the checksum of each, once. ``parts``: (tensor, its
+        boxes). Raises CheckpointError if a block is missing or differs, or if elements of the boxes are in no file or
+        in several."""
+        blocks: dict[str, np.ndarray] = {}
+        for name, boxes in parts:
+            stored = self.manifest.tensors[name]
+            for box in boxes:
+                chunks = self._chunks(stored, box)
+                overlap = any(
+                    first.common(second.offsets, second.sizes)
+                    for i, (first, _) in enumerate(chunks)
+                    for second, _ in chunks[:i]
+                )
+                if sum(common.numel for common, _ in chunks) != box.numel or overlap:
+                    what = f"{self.folder} does not have every element of {name} exactly once"
+                    raise CheckpointError(what, fix="load an older checkpoint")
+                for common, position in chunks:
+                    file, size = stored.chunks[position].file, self.manifest.block_bytes
+                    count = -(-self._data(file).num_bytes // size)
+                    touched = _blocks(stored, common, position, size, count)
+                    blocks[file] = blocks[file] | touched if file in blocks else touched
+        for file, touched in blocks.items():
+            self._verify_blocks(file, touched)
 
     def prepare(self) -> None:
         """Prepare for ``read``, after the last ``verify``. Collective."""
@@ -206,7 +195,9 @@ class CheckpointReader:
                     chunk = stored.chunks[position]
                     first = chunk.start + self._data(chunk.file).start
                     num_bytes = prod(chunk.sizes) * stored.dtype.itemsize
-                    whole = self._map(chunk.file)[first : first + num_bytes].view(stored.dtype).view(chunk.sizes)
+                    whole = (
+                        self._content(chunk.file).data[first : first + num_bytes].view(stored.dtype).view(chunk.sizes)
+                    )
                     for dim, (start, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
                         whole = whole.narrow(dim, start - chunk.offsets[dim], size)
                     part.at(common).copy_(whole)
@@ -220,34 +211,49 @@ class CheckpointReader:
     def _data(self, file: str) -> DataFile:
         return self.manifest.files[file]
 
-    def _map(self, file: str) -> torch.Tensor:
-        """Map a file and return its bytes. Raises CheckpointError if it is missing or has another length."""
-        if file not in self._mapped:
-            path, expected = self.path(file), self._data(file).start + self._data(file).num_bytes
+    def _content(self, file: str) -> StoredBytes:
+        """Return a file's bytes. Raises CheckpointError if it is missing or has another length."""
+        if file not in self._contents:
+            expected = self._data(file).start + self._data(file).num_bytes
+            name = self.file_name(file)
             try:
-                is_file, size = path.is_file(), path.stat().st_size
-                if not is_file or size != expected:
-                    what = f"{path} has {size:,} bytes, but {expected:,} were written"
-                    raise CheckpointError(what, fix="load an older checkpoint, or copy this one again")
-                self._mapped[file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+                self._contents[file] = self.folder.content(name, expected)
             except (OSError, RuntimeError) as error:
-                what = f"{path} is a part of the checkpoint and cannot be read: {error}"
+                self._check_answer(name, error)
+                what = f"{self.folder / name} is a part of the checkpoint and cannot be read: {error}"
                 raise CheckpointError(what, fix="copy all files of the folder, or load an older one") from error
-        return self._mapped[file]
+        return self._contents[file]
 
-    def _verify_blocks(self, stored: StoredTensor, common: Box, position: int) -> None:
-        chunk = stored.chunks[position]
-        size, data = self.manifest.block_bytes, self._data(chunk.file)
-        content = self._map(chunk.file)
-        done = self._verified.setdefault(chunk.file, np.zeros(-(-data.num_bytes // size), dtype=bool))
-        new = _blocks(stored, common, position, size, len(done)) & ~done
+    def _check_answer(self, name: str, error: Exception) -> None:
+        """Raise ShardwiseError if a store does not answer: then an older checkpoint is no way out."""
+        if not self.folder.renames and is_unanswered(error):
+            raise unanswered(self.folder / name, error) from error
+
+    def _verify_blocks(self, file: str, touched: np.ndarray) -> None:
+        size, data, content = self.manifest.block_bytes, self._data(file), self._content(file)
+        done = self._verified.setdefault(file, np.zeros(len(touched), dtype=bool))
+        new = touched & ~done
+        try:
+            content.fetch([
+                (data.start + first * size, data.start + min(last * size, data.num_bytes)) for first, last in _runs(new)
+            ])  # fmt: skip
+        except OSError as error:
+            self._check_answer(self.file_name(file), error)
+            what = f"{self.folder / self.file_name(file)} cannot be read: {error}"
+            raise CheckpointError(what, fix="load an older checkpoint") from error
         for block in np.flatnonzero(new).tolist():
             start, stop = block * size, min((block + 1) * size, data.num_bytes)
             self.num_bytes_read += stop - start
-            if zlib.crc32(content[data.start + start : data.start + stop].numpy().data) != data.checksum(block):
-                what = f"{self.folder / chunk.file} is damaged: wrong checksum of data bytes {start:,} to {stop:,}"
+            if zlib.crc32(content.data[data.start + start : data.start + stop].numpy().data) != data.checksum(block):
+                what = f"{self.folder / file} is damaged: wrong checksum of data bytes {start:,} to {stop:,}"
                 raise CheckpointError(what, fix="load an older checkpoint")
         done |= new
+
+
+def _runs(blocks: np.ndarray) -> list[tuple[int, int]]:
+    """Return the (first, last + 1) of each run of set blocks."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], blocks.astype(np.int8), [0]))))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def _blocks(stored: StoredTensor, common: Box, position: int, size: int, count: int) -> np.ndarray:

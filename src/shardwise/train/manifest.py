@@ -14,16 +14,16 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.train.values import DTYPES
-from shardwise.untrusted_text import MAX_FILE, MAX_NUMBER, read_json, read_text, shorten_repr
+from shardwise.train.names import FILE, with_token
+from shardwise.train.stores import Folder, is_unanswered, unanswered
+from shardwise.train.values import DTYPES, dtype_name
+from shardwise.untrusted_text import MAX_NUMBER, read_json, shorten_repr
 
-FILE = "checkpoint.json"
 FORMAT, VERSION = "shardwise checkpoint", 1
 BLOCK_BYTES = 2**18  # per checksum; reading a part reads all blocks that contain it
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}\.safetensors")
@@ -80,7 +80,8 @@ class Manifest:
         other = self.tied.get(name, name)
         return name if name in self.tensors else other if other in self.tensors else None
 
-    def to_text(self) -> str:
+    def to_text(self, token: str = "") -> str:
+        """Return the content of the file. ``token``: of the names of the data files (``with_token``)."""
         order = {name: position for position, name in enumerate(self.files)}
         content = {
             "step": self.step,
@@ -88,10 +89,13 @@ class Manifest:
             "plan": self.plan,
             "metrics": dict(self.metrics),
             "block_bytes": self.block_bytes,
-            "files": [[name, file.start, file.num_bytes, file.checksums] for name, file in self.files.items()],
+            "files": [
+                [with_token(name, token), file.start, file.num_bytes, file.checksums]
+                for name, file in self.files.items()
+            ],
             "tensors": {
                 name: [
-                    str(stored.dtype).removeprefix("torch."),
+                    dtype_name(stored.dtype),
                     stored.shape,
                     [[order[chunk.file], chunk.start, chunk.offsets, chunk.sizes] for chunk in stored.chunks],
                 ]
@@ -107,11 +111,14 @@ def _crc(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint. Raises CheckpointError if it is missing or damaged."""
+def read_manifest(folder: Folder) -> Manifest:
+    """Read the manifest of a checkpoint. Raises CheckpointError if it is missing or damaged, and ShardwiseError
+    if a store does not answer."""
     try:
-        text = read_text(folder / FILE, MAX_FILE)
+        text = folder.read(FILE)
     except (OSError, UnicodeDecodeError, ShardwiseError) as error:
+        if not folder.renames and is_unanswered(error):
+            raise unanswered(folder / FILE, error) from error
         what = f"{folder} is no checkpoint: {FILE} cannot be read ({shorten_repr(str(error), 200)})"
         fix = "give the folder of a complete checkpoint, or the folder that contains several"
         raise CheckpointError(what, fix=fix) from error

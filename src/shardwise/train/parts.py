@@ -25,6 +25,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.layout import Layout
+from shardwise.runtime.guards.elementwise_optimizers import is_matrixwise
+from shardwise.runtime.guards.matrix_optimizers import has_states_here
 from shardwise.runtime.guards.registry import Owners, held_shards, is_persistent, tensors_of
 from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.train.values import decode, encode
@@ -147,10 +149,11 @@ def state_of(par: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
     for optimizer, groups in zip(optimizers, names, strict=True):
         for group, names_of_group in zip(optimizer.param_groups, groups, strict=True):
             for parameter, name in zip(group["params"], names_of_group, strict=True):
-                for key, value in optimizer.state.get(parameter, {}).items():
+                here = optimizer.state.get(parameter, {}) if has_states_here(optimizer, parameter) else {}
+                for key, value in here.items():
                     full = state_name(name, key)
                     if isinstance(value, torch.Tensor):
-                        parts[full] = _state_part(full, value, of_module[name])
+                        parts[full] = _state_part(full, value, of_module[name], optimizer)
                     else:
                         plain.setdefault(name, {})[key] = encode(value, full)
     settings = [
@@ -189,7 +192,9 @@ def state_name(name: str, key: object) -> str:
     return f"{STATE}{name}.{key}"
 
 
-def _state_part(name: str, value: torch.Tensor, parameter: TensorPart) -> TensorPart:
+def _state_part(name: str, value: torch.Tensor, parameter: TensorPart, optimizer: torch.optim.Optimizer) -> TensorPart:
+    if is_matrixwise(type(optimizer)):
+        return TensorPart.whole(value)
     if value.shape == parameter.tensor.shape:
         return parameter.like(value)
     if value.ndim == 0 or not parameter.is_split:
@@ -197,20 +202,28 @@ def _state_part(name: str, value: torch.Tensor, parameter: TensorPart) -> Tensor
     raise ShardwiseError(
         f"{name} has shape {list(value.shape)}, and this rank holds {list(parameter.tensor.shape)} of the "
         f"parameter's {list(parameter.shape)}: its place in the whole state is unknown",
-        fix="use an element-wise optimizer, whose states have the parameter's shape or are single numbers",
+        fix="use an element-wise optimizer, whose states have the parameter's shape or are single numbers, or declare "
+        "that it needs whole parameters: sw.matrix_optimizer",
     )
 
 
 # ---------------------------------------------------------------------------------------------------------- generators
 
 
+def random_states() -> dict[str, Any]:
+    """Return the states of the host's random generators of Python, NumPy and torch."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+
+
 def random_part() -> TensorPart:
     """Return the states of the random generators of Python, NumPy, torch and the current CUDA device."""
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
+    states = random_states()
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     text = json.dumps(encode(states, "the states of generators")).encode()
@@ -222,9 +235,7 @@ def restore_random(content: torch.Tensor) -> None:
     """Restore the generators from the content of ``random_part``. Raises ShardwiseError for another content."""
     try:
         states = decode(json.loads(content.numpy().tobytes()))
-        random.setstate(states["python"])
-        np.random.set_state(states["numpy"])
-        torch.set_rng_state(states["torch"])
+        set_random_states(states)
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
     except (TypeError, ValueError, LookupError, RuntimeError, RecursionError) as error:

@@ -37,14 +37,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.errors import CollectiveError, PlanWarning, ShardwiseError, warn_user
-from shardwise.runtime.agree import gather_values, rank_and_world_size
+from shardwise.runtime.agree import connect_pairs, gather_values, rank_and_world_size, rank_tree
 from shardwise.runtime.host_copies import register, unregister
 from shardwise.runtime.private import check_own_folder
+from shardwise.runtime.rank_tree import SmallGroup
 from shardwise.train.checkpoints import assign_writers
 from shardwise.train.files import CheckpointReader, StagedFile
+from shardwise.train.local_folder import LocalFolder
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
 from shardwise.train.parts import TrainingState
 from shardwise.train.sharing import Offer, PlannedFile, WritePiece, file_of
@@ -165,7 +166,7 @@ class Peers:
         self.machine_of = [places.index(place) for place in places]  # by its first rank
         self.shares_folder, is_one = self.machine_of, len({*self.machine_of}) == 1
         self.is_idle = self.between_machines and is_one
-        self.group = None if is_one and self.is_local else dist.new_group(backend="gloo")
+        self.connected: dict[int, SmallGroup] = {}  # rank -> the group with it, for what it keeps or has kept for it
         if is_one:  # protect against the loss of single ranks
             self.machine_of = [*range(self.num_ranks)]
 
@@ -183,6 +184,7 @@ class Peers:
             ]
         else:
             self.mirrored = assign_keepers(shares.files, shares.offers, self.machine_of)
+        self.connected = connect_pairs((mirror.writer, mirror.keeper) for mirror in self.mirrored if mirror.is_sent)
         every = [[mirror.file for mirror in self.mirrored if mirror.writer == rank] for rank in range(self.num_ranks)]
         manifest = Manifest(
             num_ranks=self.num_ranks,
@@ -246,9 +248,10 @@ class Peers:
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
         values, plain = state.values, dict(state.plain)
         if not self.is_local:  # any machine's notes must be enough
-            plain = {
-                name: kept for rank_states in gather_values(plain, self.group) for name, kept in rank_states.items()
-            }
+            everywhere = (
+                rank_tree().gather(plain) if self.num_ranks > 1 else [plain]
+            )  # on the host, beside a GPU's work
+            plain = {name: kept for rank_states in everywhere for name, kept in rank_states.items()}
         elif self.rank:
             values = {}
         note = {"step": step, "checked": checked, "of": len(self.mirrored), "values": values, "plain": plain}
@@ -308,16 +311,14 @@ class Peers:
 
     def _transfer(self, transfers: Sequence[_Transfer], text: str) -> None:
         """Send and receive, and mark the received files complete."""
-        works = [
-            (dist.isend if transfer.note is None else dist.irecv)(
-                transfer.memory, transfer.peer, self.group, transfer.tag
-            )
-            for transfer in transfers
-        ]
+        works: list[Any] = []
+        for transfer in transfers:
+            group = self.connected[transfer.peer]
+            start = group.send if transfer.note is None else group.receive
+            works.append(start(transfer.memory, transfer.peer, transfer.tag))
         for transfer, work in zip(transfers, works, strict=True):
             peer = transfer.peer
             try:
-                assert work is not None, "this rank is in the group"
                 work.wait()
             except RuntimeError as error:
                 what = f"the copy of a state on its way between this rank and rank {peer} did not arrive: {error}"
@@ -409,12 +410,16 @@ class PeerReader(CheckpointReader):
     """Reads a state whose files may be on other machines; files that ranks of this machine need are fetched."""
 
     def __init__(self, peers: Peers, kept: SurvivingState, manifest: Manifest) -> None:
-        super().__init__(peers.memory / str(kept.number), manifest)
+        self.memory = peers.memory / str(kept.number)
+        super().__init__(LocalFolder(self.memory), manifest)
         self._peers, self._kept = peers, kept
         self._needed: set[str] = set()
 
+    def file_name(self, file: str) -> str:
+        return self.path(file).name
+
     def path(self, file: str) -> Path:
-        base = self.folder / f"{file}-{self._kept.slot}"
+        base = self.memory / f"{file}-{self._kept.slot}"
         local = [path for path in (base, Path(f"{base}{_COPY}")) if self._is_whole(path)]
         return local[0] if local else Path(f"{base}{_FETCHED}")
 
@@ -422,8 +427,8 @@ class PeerReader(CheckpointReader):
         """Return whether a file is of the right step: the next one may have been in transfer at the loss."""
         return bool(_read(_note(path)).get("step") == self._kept.step)
 
-    def _verify_blocks(self, stored: Any, common: Any, position: int) -> None:
-        self._needed.add(stored.chunks[position].file)
+    def _verify_blocks(self, file: str, touched: Any) -> None:
+        self._needed.add(file)
 
     def prepare(self) -> None:
         """Fetch the missing files, once per machine, from a machine that has them. Collective."""
@@ -432,19 +437,19 @@ class PeerReader(CheckpointReader):
         by_folder: dict[int, set[str]] = defaultdict(set)
         for rank, files in enumerate(gather_values(sorted(missing))):
             by_folder[peers.shares_folder[rank]].update(files)
-        works: list[dist.Work | None] = []
+        works: list[Any] = []
         fetches = sorted((file, first) for first, files in by_folder.items() for file in files)
+        connected = connect_pairs((self._kept.where[file], first) for file, first in fetches)
         for tag, (file, first) in enumerate(fetches):
             owner, size = self._kept.where[file], self.manifest.files[file].num_bytes
             if peers.rank == owner:
-                works.append(dist.isend(self._map(file), first, peers.group, tag))
+                works.append(connected[first].send(self._content(file).data, first, tag))
             elif peers.rank == first:
-                path = Path(f"{self.folder / file}-{self._kept.slot}{_FETCHED}")
+                path = Path(f"{self.memory / file}-{self._kept.slot}{_FETCHED}")
                 path.parent.mkdir(exist_ok=True)
-                works.append(dist.irecv(_map(path, size), owner, peers.group, tag))
+                works.append(connected[owner].receive(_map(path, size), owner, tag))
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
         gather_values(None)  # a barrier: the other ranks of this machine read what its first rank fetched
 
 

@@ -24,10 +24,12 @@ from shardwise.runtime.initial.weights import INDEX
 from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.train.checkpoints import save_checkpoint
 from shardwise.train.files import CheckpointReader
+from shardwise.train.local_folder import AT_ONCE_BYTES, LocalFolder
 from shardwise.train.locks import Lock, lock
 from shardwise.train.manifest import read_manifest
 from shardwise.train.parts import MODEL, TensorPart, is_seed
-from shardwise.train.sharing import AT_ONCE_BYTES, WritePiece, safetensors_header, split_piece
+from shardwise.train.sharing import WritePiece, safetensors_header, split_piece
+from shardwise.train.stores import folder_of
 
 T = TypeVar("T")
 _PARTS = ".parts"  # the temporary checkpoint in the folder
@@ -52,8 +54,12 @@ def save_pretrained(
             another process.
         ShardwiseError: ``dtype`` is not a floating-point dtype.
     """
-    with locked(Path(folder), Path(folder)):
-        _save(par, Path(folder), dtype, max_file_bytes)
+    place = folder_of(folder)
+    if not isinstance(place, LocalFolder):
+        what = f"save_pretrained writes to a folder, and {folder} is in a store"
+        raise CheckpointError(what, fix="write it to a folder, and copy that; sw.save_checkpoint writes to stores")
+    with locked(place.path, place.path):
+        _save(par, place.path, dtype, max_file_bytes)
 
 
 @contextmanager
@@ -105,7 +111,8 @@ def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_fil
     raise_first(ShardwiseError, fault)
     save_checkpoint(folder / _PARTS, par, step=0)
     try:
-        reader = CheckpointReader(folder / _PARTS, read_manifest(folder / _PARTS))
+        parts = LocalFolder(folder / _PARTS)
+        reader = CheckpointReader(parts, read_manifest(parts))
         names, stem = _names(original, reader)
         files = _files(reader, names, dtype, max_file_bytes)
         for position, pieces in enumerate(files):
@@ -176,7 +183,7 @@ def _write(
         for some in (some for _, piece in pieces for some in split_piece(piece, -(-piece.num_bytes // AT_ONCE_BYTES))):
             stored, rows = MODEL + names[some.name], Box(some.offsets, some.sizes, (0,) * len(some.sizes))
             part = TensorPart(torch.empty(some.sizes, dtype=some.dtype), some.shape, (rows,))
-            reader.verify(stored, part.boxes)
+            reader.verify([(stored, part.boxes)])
             reader.read(stored, part)
             file.write(part.tensor.reshape(-1).view(torch.uint8).numpy().data)
         file.flush()

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 
 from shardwise.errors import PlanWarning
-from shardwise.runtime.agree import gather_values, rank_and_world_size
+from shardwise.runtime.agree import from_rank_zero, gather_values, rank_and_world_size
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import current
 from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.train.checkpoints import Optimizers, Resumable, Resumables, Schedulers, values_of
+from shardwise.train.local_folder import LocalFolder
 from shardwise.train.parts import TrainingState, state_of
 from shardwise.train.peers import PeerCopy, PeerReader, Peers, SurvivingState
 from shardwise.train.resuming import load_newest, load_one
 from shardwise.train.retention import checkpoints_in, rename_later_checkpoints
 from shardwise.train.rounds import Rounds
+from shardwise.train.stores import Place, folder_of
 
 _DEFAULT_EVERY = 10  # steps between copies on other machines, in an elastic job on several
 _Copy = tuple[int, SurvivingState]  # (index of the store, a surviving state in it)
@@ -37,7 +39,7 @@ class Recovery:
     Args:
         par: the module, as for ``sw.save_checkpoint``; the same holds for ``optimizer``, ``schedulers``, ``scaler`` and
             ``data``.
-        folder: folder of the run's checkpoints, which you save with ``sw.save_checkpoint``.
+        folder: folder or URL of the run's checkpoints, which you save with ``sw.save_checkpoint``.
         peer_copy: where and how often other machines keep copies.
 
     Attributes:
@@ -49,13 +51,13 @@ class Recovery:
         par: torch.nn.Module,
         optimizer: Optimizers = None,
         *,
-        folder: str | Path | None = None,
+        folder: Place | None = None,
         schedulers: Schedulers = (),
         scaler: Resumable | None = None,
         data: Resumable | None = None,
         peer_copy: PeerCopy | None = None,
     ) -> None:
-        self.par, self.folder = par, None if folder is None else Path(folder)
+        self.par, self.folder = par, None if folder is None else folder_of(folder)
         self.extra: Any = None
         self._resumables = Resumables.of(optimizer, schedulers, scaler, data)
         stages = (
@@ -95,11 +97,15 @@ class Recovery:
             what = "was kept in memory" if store.is_local else "other machines have copies of"
             self._say(f"goes on after step {kept.step}, which {what}")
             reader = partial(PeerReader, store, kept)
-            checkpoint = load_one(store.memory, lambda: manifest, reader, self.par, self._resumables, skips=False)
+            checkpoint = load_one(
+                LocalFolder(store.memory), lambda: manifest, reader, self.par, self._resumables, skips=False
+            )
         elif saved is not None:
             assert self.folder is not None
             checkpoint = load_newest(self.folder, self.par, self._resumables, not_after=limit)
-            self._say(f"goes on after step {checkpoint.step}, which was saved as {checkpoint.path.name}")
+            self._say(
+                f"goes on after step {checkpoint.step}, which was saved as {str(checkpoint.path).rpartition('/')[2]}"
+            )
         elif self._generation is not None and self._generation.number:
             self._say("starts from the beginning: no step was kept or saved")
         self._step = 0 if checkpoint is None else checkpoint.step
@@ -107,8 +113,8 @@ class Recovery:
         gather_values(None)  # a barrier: all ranks have read
         for store in self._stores:
             store.forget_after(self._step)
-        if rank_and_world_size()[0] == 0 and self.folder is not None and self.folder.is_dir():
-            rename_later_checkpoints(self.folder, self._step)
+        if self.folder is not None:
+            from_rank_zero(partial(rename_later_checkpoints, self.folder, self._step))
         self._rounds.skip()
         return self._step
 
@@ -157,27 +163,26 @@ class Recovery:
 
     def _choose(self) -> tuple[_Copy | None, int | None, int | None]:
         """Return (the state in memory to load, else the step of the newest checkpoint, the last step that may be
-        loaded). Rank 0 decides. Collective."""
+        loaded). Rank 0 decides. Collective. Raises ShardwiseError on all ranks if the folder cannot be read."""
         copies = [(number, kept) for number, store in enumerate(self._stores) for kept in store.whole_states()]
-        choice: tuple[_Copy | None, int | None, int | None] = (None, None, None)
-        if rank_and_world_size()[0] == 0:
-            steps: list[int] = []
-            copies.sort(key=lambda copy: -copy[1].step)
+        copies.sort(key=lambda copy: -copy[1].step)
+
+        def choose() -> tuple[_Copy | None, int | None, int | None]:
             limit = None
             if self._generation is not None and self._generation.suspect:
                 limit = copies[0][1].checked if copies else -1
-            if self.folder is not None and self.folder.is_dir():
+            steps: list[int] = []
+            if self.folder is not None:
                 steps = [manifest.step for manifest in checkpoints_in(self.folder)[0].values()]
             saved = max((step for step in steps if limit is None or step <= limit), default=None)
             for copy in copies:
                 number, kept = copy
                 least = -1 if saved is None else saved + (not self._stores[number].is_local)  # others may have to send
                 if (limit is None or kept.step <= limit) and kept.step >= least:
-                    choice = copy, saved, limit
-                    break
-            else:
-                choice = None, saved, limit
-        return gather_values(choice)[0]
+                    return copy, saved, limit
+            return None, saved, limit
+
+        return from_rank_zero(choose)
 
     def _say(self, text: str) -> None:
         if rank_and_world_size()[0] == 0 and (self._generation is not None or self._stores):

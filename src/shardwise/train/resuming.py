@@ -17,12 +17,15 @@ import torch
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed
 from shardwise.layouts.text import format_dtype
-from shardwise.runtime.agree import gather_values, raise_first, rank_and_world_size, show_progress_once
+from shardwise.runtime.agree import from_rank_zero, gather_values, raise_first, rank_and_world_size, show_progress_once
 from shardwise.runtime.cpu_optimizer import with_states_on_host
+from shardwise.runtime.guards.elementwise_optimizers import is_matrixwise
+from shardwise.runtime.guards.matrix_optimizers import has_states_here
 from shardwise.train.checkpoints import Optimizers, Resumable, Resumables, Schedulers, finish_saving
 from shardwise.train.data import DataLoader
 from shardwise.train.files import CheckpointReader
-from shardwise.train.manifest import FILE, Manifest, StoredTensor, read_manifest
+from shardwise.train.manifest import Manifest, StoredTensor, read_manifest
+from shardwise.train.names import FILE
 from shardwise.train.parts import (
     MODEL,
     RANDOM,
@@ -37,16 +40,17 @@ from shardwise.train.parts import (
     state_name,
 )
 from shardwise.train.retention import checkpoints_in
+from shardwise.train.stores import Folder, Place, answered, folder_of
 from shardwise.train.values import decode
 from shardwise.untrusted_text import shorten_repr
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint. ``path``: its folder; ``step``, ``extra``: the saved values; ``plan``: digest of the plan
-    that was in use ("" for none); ``num_bytes_read``: bytes of tensors that this rank read."""
+    """A loaded checkpoint. ``path``: its folder, or its URL as text; ``step``, ``extra``: the saved values; ``plan``:
+    digest of the plan that was in use ("" for none); ``num_bytes_read``: bytes of tensors that this rank read."""
 
-    path: Path
+    path: Path | str
     step: int
     extra: Any
     plan: str
@@ -54,11 +58,11 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    path_or_folder: str | Path,
+    path_or_folder: Place,
     par: torch.nn.Module,
     optimizer: Optimizers = None,
-    *,
     schedulers: Schedulers = (),
+    *,
     scaler: Resumable | None = None,
     data: Resumable | None = None,
     random: bool = True,
@@ -70,8 +74,8 @@ def load_checkpoint(
     ``par``. Optimizer states that had their parameter's dtype follow it; others keep theirs.
 
     Args:
-        path_or_folder: a checkpoint, or a folder of several. Of several the newest complete one is loaded, and a
-            warning names incomplete and damaged ones.
+        path_or_folder: a checkpoint, or a folder of several: a path, or a URL that fsspec knows (``"s3://..."``). Of
+            several the newest complete one is loaded, and a warning names incomplete and damaged ones.
         par: a parallel module, or any module that every rank holds whole.
         optimizer: one or several optimizers; objects that are not given are not loaded.
         schedulers: one or several schedulers, in the order in which they were saved.
@@ -86,17 +90,18 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint is missing or damaged.
-        ShardwiseError: on all ranks, if it is of another model, optimizer or kind of dtype. Nothing is changed then.
+        ShardwiseError: on all ranks, if it is of another model, optimizer or kind of dtype, or cannot be read at this
+            moment. Nothing is changed then.
     """
     resumables = Resumables.of(optimizer, schedulers, scaler, data, random=random)
-    return load_newest(Path(path_or_folder), par, resumables, not_after=not_after)
+    return load_newest(folder_of(path_or_folder), par, resumables, not_after=not_after)
 
 
-def load_newest(folder: Path, par: torch.nn.Module, resumables: Resumables, *, not_after: int | None) -> Checkpoint:
+def load_newest(folder: Folder, par: torch.nn.Module, resumables: Resumables, *, not_after: int | None) -> Checkpoint:
     """Do the work of ``load_checkpoint``."""
     finish_saving(par)
-    paths, is_folder = _candidates(folder, rank_and_world_size()[0], not_after)
-    for path in paths:
+    names, is_folder = from_rank_zero(partial(_candidates, folder, not_after))
+    for path in (folder / name if is_folder else folder for name in names):
         with show_progress_once("loading a checkpoint"):
             checkpoint = load_one(
                 path, partial(read_manifest, path), partial(CheckpointReader, path), par, resumables, skips=is_folder
@@ -108,7 +113,7 @@ def load_newest(folder: Path, par: torch.nn.Module, resumables: Resumables, *, n
 
 
 def load_one(
-    path: Path,
+    path: Folder,
     read: Callable[[], Manifest],
     reader: Callable[[Manifest], CheckpointReader],
     par: torch.nn.Module,
@@ -126,8 +131,7 @@ def load_one(
         source = rank if manifest.num_ranks == num_ranks else 0
         load = _Load(path, manifest, reader(manifest), par, resumables, source)
         load.check_values()
-        for name, part in load.parts_to_read():
-            load.reader.verify(name, part.boxes)
+        load.reader.verify((name, part.boxes) for name, part in load.parts_to_read())
     except CheckpointError as error:
         damage = error
     except ShardwiseError as error:
@@ -170,37 +174,34 @@ def _unowned(load: _Load | None) -> tuple[list[str], list[str]]:
     return left, forgotten
 
 
-def _another(path: Path, faults: Sequence[str]) -> ShardwiseError:
+def _another(path: Folder, faults: Sequence[str]) -> ShardwiseError:
     more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
     return ShardwiseError("\n".join([f"{path} is of another model:", *(f"  {fault}" for fault in faults[:8]), *more]))
 
 
-def _candidates(path: Path, rank: int, not_after: int | None) -> tuple[list[Path], bool]:
-    """Return (checkpoints to try, newest first; whether a folder of several was given), from rank 0. Collective."""
-    candidates: list[Path] = []
-    is_folder = False
-    fault: ShardwiseError | None = None
-    if rank == 0:
-        why = ""
-        try:
-            if (path / FILE).is_file():
-                candidates = [path]
-            elif path.is_dir():
+def _candidates(path: Folder, not_after: int | None) -> tuple[list[str], bool]:
+    """Return (names of the checkpoints to try, newest first; whether they are in a folder of several), on rank 0.
+    Raises CheckpointError if there is none, and ShardwiseError if nobody answers."""
+    why = ""
+    try:
+        with answered(path):
+            names = path.names()
+            if FILE in names:
+                return [path.name], False
+            if names or path.exists():
                 complete, torn = checkpoints_in(path)
-                fits = [
-                    place for place, manifest in complete.items() if not_after is None or manifest.step <= not_after
-                ]
-                candidates, is_folder = list(reversed(fits)), True
                 for name, reason in torn:
-                    warnings.warn(f"{name} is skipped: {reason}", PlanWarning, stacklevel=3)
-        except (OSError, ValueError) as error:  # no permission, or an invalid name
-            why = f": {error}"
-        if not candidates and not is_folder:
-            what = f"there is no checkpoint {str(path)!r}{why}"
-            fault = CheckpointError(what, fix="give the folder of a checkpoint, or a folder of several")
-    raise_first(CheckpointError, fault)
-    names, is_folder = gather_values(([str(place) for place in candidates], is_folder))[0]
-    return [Path(name) for name in names], is_folder
+                    warnings.warn(f"{name} is skipped: {reason}", PlanWarning, stacklevel=5)
+                fits = (
+                    place for place, manifest in complete.items() if not_after is None or manifest.step <= not_after
+                )
+                return [place.name for place in fits][::-1], True
+    except ShardwiseError:
+        raise
+    except (OSError, ValueError) as error:  # an invalid name
+        why = f": {error}"
+    what = f"there is no checkpoint {str(path)!r}{why}"
+    raise CheckpointError(what, fix="give the folder of a checkpoint, or a folder of several")
 
 
 class _Load:
@@ -209,7 +210,7 @@ class _Load:
 
     def __init__(
         self,
-        path: Path,
+        path: Folder,
         manifest: Manifest,
         reader: CheckpointReader,
         par: torch.nn.Module,
@@ -304,6 +305,7 @@ class _Load:
                     states[id(parameter)] = {
                         key: (full, self._state(optimizer, group, parameter, name, full))
                         for key in by_name.get(canonical, ())
+                        if has_states_here(optimizer, parameter)
                         for full in (state_name(canonical, key),)
                     }
         return states
@@ -325,10 +327,10 @@ class _Load:
         else:
             follows = stored.dtype == self.manifest.tensors[MODEL + self._canonical(name)].dtype and of_parameter
             dtype = parameter.dtype if follows else stored.dtype
-            on_device = of_parameter or group.get("capturable") or group.get("fused")
+            on_device = stored.shape or of_parameter or group.get("capturable") or group.get("fused")
             on_device = on_device and not (of_parameter and id(parameter) in self.on_host)
             device = parameter.device if on_device else torch.device("cpu")
-        if of_parameter:
+        if of_parameter and not is_matrixwise(type(optimizer)):
             return whole.like(torch.empty(parameter.shape, dtype=dtype, device=device))
         return TensorPart.whole(torch.empty(stored.shape, dtype=dtype, device=device))
 
@@ -375,7 +377,7 @@ class _Load:
         if self.resumables.random and parts[-1][0] == self._random:
             restore_random(parts[-1][1].tensor)
         extra, read = self.values.get("extra"), self.reader.num_bytes_read
-        return Checkpoint(self.path, self.manifest.step, extra, self.manifest.plan, read)
+        return Checkpoint(self.path.path, self.manifest.step, extra, self.manifest.plan, read)
 
     def _resume(self, optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
         groups = optimizer.state_dict()["param_groups"]
@@ -386,6 +388,8 @@ class _Load:
         plain = _section(self.values.get("plain"))
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if not has_states_here(optimizer, parameter):
+                    continue
                 state = dict(_section(plain.get(self._canonical(names[id(parameter)]))))
                 state |= {key: part.tensor for key, (_, part) in self.states[id(parameter)].items()}
                 if state:

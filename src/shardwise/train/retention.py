@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from shardwise.errors import ShardwiseError
-from shardwise.train.manifest import FILE, Manifest, read_manifest
+from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.train.manifest import Manifest, read_manifest
+from shardwise.train.names import DAMAGED, DELETED, FILE, INCOMPLETE, OWNER
+from shardwise.train.stores import Folder, answered
 
-INCOMPLETE, DELETED, DAMAGED = ".incomplete", ".deleted", ".damaged"
+K = TypeVar("K")
+UNFINISHED = "its save did not finish"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Keep:
         if self.last is None and self.every is None and self.best is None:
             raise ShardwiseError("Keep() needs a criterion", fix="to keep only the newest: Keep(last=1)")
 
-    def kept(self, steps: Mapping[Path, tuple[int, Mapping[str, float]]]) -> set[Path]:
+    def kept(self, steps: Mapping[K, tuple[int, Mapping[str, float]]]) -> set[K]:
         """Return the checkpoints to keep. ``steps``: step and metrics of each checkpoint."""
         newest = sorted(steps, key=lambda path: steps[path][0])
         stay = set(newest[-1:])
@@ -62,47 +63,51 @@ class Keep:
         return stay
 
 
-def checkpoints_in(folder: Path) -> tuple[dict[Path, Manifest], list[tuple[Path, str]]]:
+def checkpoints_in(folder: Folder) -> tuple[dict[Folder, Manifest], list[tuple[Folder, str]]]:
     """Return (complete checkpoints, by step and then by time of writing; incomplete or damaged ones with the reason). A
-    partly deleted checkpoint is in neither."""
-    complete: dict[Path, Manifest] = {}
-    torn: list[tuple[Path, str]] = []
-    for path in sorted(folder.iterdir()):
+    partly deleted checkpoint is in neither. Raises ShardwiseError if the folder or a store does not answer."""
+    with answered(folder):
+        return _checkpoints_in(folder)
+
+
+def _checkpoints_in(folder: Folder) -> tuple[dict[Folder, Manifest], list[tuple[Folder, str]]]:
+    complete: dict[Folder, Manifest] = {}
+    torn: list[tuple[Folder, str]] = []
+    for path in (folder / name for name in sorted(folder.names())):
         if path.name.endswith(INCOMPLETE):
-            torn.append((path, "its save did not finish"))
-        elif path.is_dir() and (path / FILE).exists() and not path.name.endswith((DELETED, DAMAGED)):
-            try:
-                complete[path] = read_manifest(path)
-            except ShardwiseError as error:
-                torn.append((path, str(error).split("\n", 1)[0]))
-    written = {path: _written(path) for path in complete}
+            torn.append((path, UNFINISHED))
+        elif not path.name.endswith((DELETED, DAMAGED)):
+            names = path.names()
+            if FILE in names:
+                try:
+                    complete[path] = read_manifest(path)
+                except CheckpointError as error:
+                    torn.append((path, str(error).split("\n", 1)[0]))
+            elif OWNER in names and not path.renames:
+                torn.append((path, UNFINISHED))
+    written = {path: path.written(FILE) for path in complete}
     return dict(sorted(complete.items(), key=lambda item: (item[1].step, written[item[0]]))), torn
 
 
-def _written(path: Path) -> int:
-    """Return when a checkpoint was written, in nanoseconds; 0 if another job has just deleted it."""
-    with contextlib.suppress(OSError):
-        return (path / FILE).stat().st_mtime_ns
-    return 0
+def rename_later_checkpoints(folder: Folder, step: int) -> int:
+    """Rename the checkpoints of steps after the loaded one, so that the resumed run can save under their names, and
+    return how many. Raises ShardwiseError if that is impossible."""
+    later = [path for path, manifest in checkpoints_in(folder)[0].items() if manifest.step > step]
+    for path in later:
+        try:
+            path.set_aside()
+        except OSError as error:
+            what = f"{path} is of a step after the loaded one and cannot be renamed: {error}"
+            raise ShardwiseError(what, fix="rename or delete it, and resume again") from error
+    return len(later)
 
 
-def rename_later_checkpoints(folder: Path, step: int) -> None:
-    """Rename the checkpoints of steps after the loaded one, so that the resumed run can save under their names."""
-    for path, manifest in checkpoints_in(folder)[0].items():
-        if manifest.step > step:
-            aside, turn = path.with_name(path.name + DAMAGED), 0
-            while aside.exists():  # renamed by an earlier resume
-                turn += 1
-                aside = path.with_name(f"{path.name}.{turn}{DAMAGED}")
-            path.rename(aside)
-
-
-def prune(new: Path, keep: Keep) -> Sequence[Path]:
+def prune(new: Folder, keep: Keep) -> Sequence[Folder]:
     """Delete the checkpoints beside a new one that ``keep`` does not keep, if possible, and return them."""
     checkpoints, _ = checkpoints_in(new.parent)
     stay = {new, *keep.kept({path: (manifest.step, manifest.metrics) for path, manifest in checkpoints.items()})}
     gone = [path for path in checkpoints if path not in stay]
     for path in gone:
         with contextlib.suppress(OSError):
-            shutil.rmtree(path.rename(path.with_name(path.name + DELETED)))
+            path.delete()
     return gone

@@ -1,4 +1,4 @@
-"""Synchronization of the ranks after every step: each sends its flags, and how long it was busy.
+"""Synchronization of the ranks after every step: they agree on flags, and rank 0 learns how long each was busy.
 
 Busy time is the time between two synchronizations without waiting for other ranks. All ranks wait for the slowest, so a
 straggler costs all of them; it is named after a while. Only ranks with the same work are compared: all ranks, or those
@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from shardwise.errors import StragglerWarning
-from shardwise.runtime.agree import rank_and_world_size
+from shardwise.runtime.agree import rank_and_world_size, rank_tree
 from shardwise.runtime.collective_tracker import trail
-from shardwise.runtime.communicator import new_group, rank_device
+from shardwise.runtime.communicator import rank_device
 from shardwise.runtime.failure_store import failure_store
 
 _WINDOW = 20  # steps that are compared together
@@ -35,28 +33,29 @@ class Rounds:
     def __init__(self, stages: Sequence[Sequence[int]] = ()) -> None:
         self._stages = stages
         self._on_host = rank_device().type == "cpu"
-        # Flags are the host's: a message through the GPU would wait for its kernels.
-        has_group = not self._on_host and rank_and_world_size()[1] > 1
-        self._group = new_group(range(dist.get_world_size()), "gloo") if has_group else None
+        # Of gloo: flags are the host's, and a message through the GPU would wait for its kernels.
+        self._tree = rank_tree() if rank_and_world_size()[1] > 1 else None
         self.skip()
-        self._busy: deque[list[float]] = deque(maxlen=_WINDOW)  # per step, of every rank
+        self._seconds: list[float] = []  # busy time of this rank, per step
+        self._busy: list[list[float]] = []  # on rank 0: per step of the last window, of every rank
         self._named: set[int] = set()
 
     def meet(self, *flags: bool) -> tuple[bool, ...]:
         """Return, for each flag, whether any rank sets it. Collective, after every step."""
         now, waited = time.perf_counter(), trail.waited_seconds
         busy = now - self._began - (waited - self._waited)
-        rank, num_ranks = rank_and_world_size()
-        if num_ranks > 1:
-            row = torch.tensor([busy, *map(float, flags)], dtype=torch.float64)
-            rows = [torch.empty_like(row) for _ in range(num_ranks)]
+        if self._tree is not None:
+            row = torch.tensor([0, *flags], dtype=torch.int8)  # a message even without flags
+            if self._on_host:
+                self._seconds.append(busy)
             with trail.waiting(b"the ranks meet after a step"):
-                failure_store.wait(dist.all_gather(rows, row, group=self._group, async_op=True))
-            seconds, *columns = torch.stack(rows).t().tolist()
-            flags = tuple(any(column) for column in columns)
-            self._busy.append(seconds)
-            if rank == 0 and self._on_host:
-                self._name_stragglers()
+                _, *columns = self._tree.largest(row, failure_store.wait).tolist()
+                flags = tuple(map(bool, columns))
+                if len(self._seconds) == _WINDOW:
+                    everywhere, self._seconds = self._tree.gather(self._seconds, to_all=False), []
+                    if rank_and_world_size()[0] == 0:
+                        self._busy = [list(step) for step in zip(*everywhere, strict=True)]
+                        self._name_stragglers()
         self.skip()
         return flags
 
@@ -65,12 +64,12 @@ class Rounds:
         self._began, self._waited = time.perf_counter(), trail.waited_seconds
 
     def _name_stragglers(self) -> None:
-        if len(self._busy) < _WINDOW:
-            return
         slow: dict[int, tuple[float, float]] = {}
         for ranks in self._stages or [range(len(self._busy[0]))]:
             busy = [[seconds[rank] for rank in ranks] for seconds in self._busy]
-            slow |= {rank: pace for at, rank in enumerate(ranks) if (pace := slowness(busy, at))}
+            least = sum(sorted(seconds)[max(0, len(ranks) // 2 - 1)] for seconds in busy)  # at most the others' medians
+            late = [at for at in range(len(ranks)) if sum(seconds[at] for seconds in busy) > _SLOWER * least]
+            slow |= {ranks[at]: pace for at in late if (pace := slowness(busy, at))}
         for rank in slow.keys() - self._named:
             seconds, others = slow[rank]
             warnings.warn(

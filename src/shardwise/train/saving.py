@@ -1,45 +1,46 @@
 """Writing of a checkpoint: every rank writes its files, and rank 0 completes the checkpoint.
 
 Ranks synchronize through files in the folder, without collectives: the writing thread may run beside training steps,
-whose collectives it must not disturb. The files go to ``NAME.incomplete``. A rank that has finished writes a note with
-its checksums; a rank that failed writes the reason. When all notes exist, rank 0 writes the manifest and renames the
-folder to ``NAME``, which does not exist before. Until then rank 0 holds a lock on the name, so another job cannot save
-under it. For file systems without locks the folder also contains the token of its save: a save detects when another
-one has taken over its folder.
+whose collectives it must not disturb. A rank that has finished writes a note with its checksums; a rank that failed
+writes the reason. Notes go up a tree: ranks 8, 16, ... write those of the seven ranks behind them into their own, ranks
+64, 128, ... those of 8, 16, ..., and so on. Rank 0 completes the checkpoint (``Folder.commit``), or writes why not. The
+others look at rank 0's word only. So a save costs each rank a few operations, however many ranks there are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
-import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, PlanWarning
 from shardwise.train.files import StagedFile, StreamedFile, write
-from shardwise.train.locks import Lock, lock
-from shardwise.train.manifest import FILE, DataFile, Manifest
-from shardwise.train.retention import DELETED, INCOMPLETE, Keep, prune
+from shardwise.train.manifest import DataFile, Manifest
+from shardwise.train.names import with_token
+from shardwise.train.retention import Keep, prune
+from shardwise.train.stores import Folder
 
-_NAMES = r"shard-\d+-[\w-]+\.safetensors|(written|failed)-\d+(-\w+\.json)?"  # of files in an incomplete folder
-OWNER = "owner"  # the file with the token of the folder's save
-_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
+_FIRST_POLL_SECONDS = 0.002
+_FANOUT = 8  # of the tree of notes
+_NO_ROOM = "no space left on the device, not even for the reason"
 _LAST_SECONDS = 30.0  # how long a process whose script has ended waits for the other ranks' files
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One rank's part of a save. ``token``: of this save (``make_room``); ``manifest``: without files, as checksums are
-    not known yet; ``abandoned``: set if the caller was interrupted, so that the data may change during the write."""
+    """One rank's part of a save. ``token``, ``room``: of this save (``make_room``); ``manifest``: without files, as
+    checksums are not known yet; ``abandoned``: set if the caller was interrupted, so that the data may change during
+    the write."""
 
-    path: Path
+    folder: Folder
     token: str
     rank: int
     num_ranks: int
@@ -47,28 +48,35 @@ class SaveJob:
     manifest: Manifest
     keep: Keep | None
     limit_seconds: float
+    room: ExitStack = field(default_factory=ExitStack)
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     @property
-    def folder(self) -> Path:
-        return incomplete(self.path)
+    def staging(self) -> Folder:
+        return self.folder.staging
+
+    @property
+    def suffix(self) -> str:
+        """Return what the names of this save's data files have in addition (``with_token``)."""
+        return _suffix(self.folder, self.token)
 
     def note(self, rank: int) -> str:
         return f"written-{rank}-{self.token}.json"
 
     def remove_files(self) -> None:
-        for staged in self.files if _owner(self.folder) == self.token else ():
-            with contextlib.suppress(OSError):
-                (self.folder / staged.file.name).unlink()
+        if self.suffix or self.staging.owner() == self.token:
+            self.staging.remove(with_token(staged.file.name, self.suffix) for staged in self.files)
 
 
 class Saving:
-    """A save in progress. ``wait()`` returns the folder when it is complete, or raises CheckpointError."""
+    """A save in progress. ``wait()`` returns the folder when it is complete, or raises CheckpointError. It warns
+    of what the save of a complete checkpoint could not do beside."""
 
     def __init__(self, job: SaveJob) -> None:
-        self.path = job.path
+        self.path = job.folder.path
         self._error: CheckpointError | None = None
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"shardwise-saves-{job.path.name}")
+        self._undone = ""
+        self._thread = threading.Thread(target=self._run, args=(job,), name=f"shardwise-saves-{job.folder.name}")
         self._thread.start()
 
     @property
@@ -80,214 +88,226 @@ class Saving:
         """Return the error of a failed save; None if it succeeded or is in progress."""
         return self._error if self.done else None
 
-    def wait(self) -> Path:
+    def wait(self) -> Path | str:
         self._thread.join()
         if self._error is not None:
             raise self._error
+        undone, self._undone = self._undone, ""
+        if undone:  # said here, and not by the thread: a filter may make an error of a warning
+            warnings.warn(undone, PlanWarning, stacklevel=3)
         return self.path
 
     def _run(self, job: SaveJob) -> None:
         try:
-            _save(job)
+            self._undone = _save(job)
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # a thread must not end without a reason
-            self._error = _failed(job.path, f"{type(error).__name__}: {error}")
+        except BaseException as error:  # a thread must not end without a reason
+            self._error = _failed(job.folder, f"{type(error).__name__}: {error}")
         finally:
-            release(job.token)
+            job.room.close()
 
 
-def _save(job: SaveJob) -> None:
-    """Write this rank's files and wait for completion. Raises CheckpointError on every rank if one fails."""
+def _save(job: SaveJob) -> str:
+    """Write this rank's files and wait for completion. Return what ``_prune`` returns. Raises CheckpointError on every
+    rank if one fails."""
+    failed: CheckpointError | None = None
+    note: dict[str, list[Any]] = {}
     try:
-        written = {staged.file.name: write(job.folder / staged.file.name, staged) for staged in job.files}
+        written = {staged.file.name: write(job.staging, staged, job.suffix) for staged in job.files}
         if job.abandoned.is_set():
             raise InterruptedError("the call was interrupted")
         note = {name: [file.start, file.num_bytes, file.checksums] for name, file in written.items()}
-        _place(job.folder, job.note(job.rank), json.dumps(note))
     except (OSError, RuntimeError, MemoryError) as error:  # no room on the disk, or in memory
-        give_up(job.path, job.token, job.rank, str(error))
-        job.remove_files()
-        if job.rank:
-            _check_owner(job)
-            raise _failed(job.path, f"rank {job.rank}: {error}") from error
+        failed = _fail(job, error)
+    until = time.monotonic() + job.limit_seconds
     if job.rank == 0:
-        _finish(job)
-    else:
-        _poll(job, lambda: _owner(job.path) == job.token, "rank 0 completes it")
-
-
-def _finish(job: SaveJob) -> None:
-    notes = [job.folder / job.note(rank) for rank in range(job.num_ranks)]
+        _finish(job, failed, note, until)
+        return _prune(job)
     try:
-        _poll(job, lambda: all(note.exists() for note in notes), "all ranks have written their files")
-        files: dict[str, DataFile] = {}
-        for note in notes:
-            files |= {name: DataFile(*entry) for name, entry in json.loads(note.read_text()).items()}
-        for note in notes:
-            note.unlink()
-        _place(job.folder, FILE, replace(job.manifest, files=files).to_text())
+        job.staging.put(job.note(job.rank), json.dumps(note | _notes_below(job, until)))
+    except CheckpointError:
+        pass  # rank 0 learns of it too, and says so
+    except OSError as error:
+        _fail(job, error)
+    _wait_for_rank_zero(job, until)
+    return ""
+
+
+def _fail(job: SaveJob, error: Exception) -> CheckpointError:
+    """Tell the other ranks that this one could not write. Raises CheckpointError on ranks other than 0."""
+    failed = give_up(job.folder, job.token, job.rank, str(error))
+    with contextlib.suppress(OSError):
+        job.remove_files()
+    if job.rank:
         _check_owner(job)
-        os.rename(job.folder, job.path)
-        if _owner(job.path) != job.token:
-            raise _taken(job)
-        _begun.discard(job.path.absolute())
-        _sync_folder(job.path.parent)
+        raise failed from error
+    return failed
+
+
+def _finish(job: SaveJob, failed: CheckpointError | None, note: dict[str, list[Any]], until: float) -> None:
+    """Complete the checkpoint when all ranks have written, or tell them why not. ``failed``: why rank 0 itself could
+    not write; ``note``: what it wrote."""
+    try:
+        _check_owner(job)
+        if failed is not None:
+            raise failed
+        files = {name: DataFile(*entry) for name, entry in (note | _notes_below(job, until)).items()}
+        if not job.folder.commit(job.token, replace(job.manifest, files=files).to_text(job.suffix)):
+            raise taken(job.folder)
     except (OSError, CheckpointError) as error:
         if not isinstance(error, CheckpointError):
-            give_up(job.path, job.token, 0, str(error))
-            error = _failed(job.path, f"rank 0: {error}")
+            error = give_up(job.folder, job.token, 0, str(error))
         # Delete all files, also those of ranks that hang. The folder and the reason stay, so that other ranks see them.
-        for file in job.folder.glob("*.safetensors") if _owner(job.folder) == job.token else ():
-            with contextlib.suppress(OSError):
-                file.unlink()
+        with contextlib.suppress(OSError):
+            if not job.folder.exists() and (job.suffix or job.staging.owner() == job.token):
+                names = (name for name in job.staging.names() if name.endswith(".safetensors"))
+                job.staging.remove(name for name in names if job.suffix in name)
         raise error from None
-    if job.keep is not None:
-        with contextlib.suppress(OSError):  # the checkpoint is complete; the next save deletes the rest
-            prune(job.path, job.keep)
 
 
-def _poll(job: SaveJob, is_done: Callable[[], bool], what: str) -> None:
-    """Wait until ``is_done()``. Raises CheckpointError if a rank reports a failure, or after a timeout."""
-    pause, until, waited = _FIRST_POLL_SECONDS, time.monotonic() + job.limit_seconds, 0.0
-    while not is_done():
+def _prune(job: SaveJob) -> str:
+    """Delete what ``keep`` gives up, and return why that was not possible: the checkpoint is complete whatever happens
+    here, and the next save deletes the rest."""
+    if job.keep is None:
+        return ""
+    try:
+        prune(job.folder, job.keep)
+    except Exception as error:
+        why = str(error).split("\n", 1)[0] or type(error).__name__
+        return f"{job.folder} is saved, but keep= has not removed older checkpoints, which the next save does: {why}"
+    return ""
+
+
+def _notes_below(job: SaveJob, until: float) -> dict[str, list[Any]]:
+    """Wait for the notes of the ranks below this one in the tree, and return their content. Raises CheckpointError, and
+    tells the rank above, if one of them failed, or is late."""
+    left, notes = _ranks_below(job.rank, job.num_ranks), dict[str, list[Any]]()
+    waited_for = list(left)
+    if not left:
+        return notes
+    for _ in _polls(job, until, "all ranks have written their files"):
+        while left and job.staging.has(job.note(left[-1])):
+            left.pop()
+        if not left:
+            break
         _check_owner(job)
-        for rank in range(job.num_ranks):
-            failed = job.folder / f"failed-{rank}"
+        for rank in left:
+            if job.staging.has(_failure(job, rank)):
+                raise _told(job, job.staging.read(_failure(job, rank)) or f"rank {rank}: {_NO_ROOM}")
+    names = [job.note(rank) for rank in waited_for]
+    for text in job.staging.read_all(names):
+        notes |= json.loads(text)
+    if job.folder.renames:
+        job.staging.remove(names)
+    return notes
+
+
+def _ranks_below(rank: int, num_ranks: int) -> list[int]:
+    """Return the ranks whose notes a rank reads.
+
+    >>> _ranks_below(0, 70), _ranks_below(8, 70), _ranks_below(64, 70)
+    ([1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 40, 48, 56, 64], [9, 10, 11, 12, 13, 14, 15], [65, 66, 67, 68, 69])
+    """
+    below: list[int] = []
+    stride = 1
+    while rank % (stride * _FANOUT) == 0 and stride < num_ranks:
+        below += range(rank + stride, min(rank + stride * _FANOUT, num_ranks), stride)
+        stride *= _FANOUT
+    return below
+
+
+def _wait_for_rank_zero(job: SaveJob, until: float) -> None:
+    """Wait until rank 0 completes the checkpoint, or says why not. Raises CheckpointError."""
+    for _ in _polls(job, until, "rank 0 completes it"):
+        if job.folder.is_complete(job.token):
+            return
+        _check_owner(job)
+        with contextlib.suppress(FileNotFoundError):
+            reason = job.staging.read(_failure(job, 0)) or f"rank 0: {_NO_ROOM}"
             with contextlib.suppress(OSError):
-                reason = failed.read_text() or "no space left on the device, not even for the reason"
                 job.remove_files()
-                raise _failed(job.path, f"rank {rank}: {reason}")
+            raise _failed(job.folder, reason)
+
+
+def _polls(job: SaveJob, until: float, what: str) -> Iterator[None]:
+    """Yield again and again, with growing pauses. Raises CheckpointError after ``until``."""
+    pause, waited = _FIRST_POLL_SECONDS, 0.0
+    while True:
+        yield
         if not threading.main_thread().is_alive():  # the script has ended, and another rank may be gone
             until = min(until, time.monotonic() + max(0.0, _LAST_SECONDS - waited))
             waited += pause
         if time.monotonic() > until:
-            raise _failed(job.path, f"rank {job.rank} waited for {job.limit_seconds:.0f} s until {what}")
+            raise _told(job, f"rank {job.rank} waited for {job.limit_seconds:.0f} s until {what}")
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        pause = min(2 * pause, job.folder.longest_poll_seconds)
 
 
-def give_up(path: Path, token: str, rank: int, reason: str) -> CheckpointError:
+def give_up(folder: Folder, token: str, rank: int, reason: str) -> CheckpointError:
     """Report to the other ranks that this one cannot save, and return the error to raise here."""
-    folder = incomplete(path)
-    if _owner(folder) == token:
-        with contextlib.suppress(OSError):
-            (folder / f"failed-{rank}").write_text(reason)
-    return _failed(path, f"rank {rank}: {reason}")
+    text = reason if reason.startswith("rank ") else f"rank {rank}: {reason}"
+    with contextlib.suppress(OSError):
+        if folder.staging.owner() == token:
+            name = f"failed-{rank}{_suffix(folder, f'-{token}')}"
+            try:
+                folder.staging.put(name, text)
+            except OSError:
+                folder.staging.put(name, "")  # a full disk has room for a name
+    return _failed(folder, text)
 
 
-def _owner(folder: Path) -> str | None:
-    """Return the token of the save that writes a folder; None if there is none."""
-    try:
-        return (folder / OWNER).read_text()
-    except OSError:
-        return None
+def _told(job: SaveJob, reason: str) -> CheckpointError:
+    """Return the error of a save that failed elsewhere. A rank that others report to tells it on."""
+    if job.rank and not _ranks_below(job.rank, job.num_ranks):
+        return _failed(job.folder, reason)
+    return give_up(job.folder, job.token, job.rank, reason)
+
+
+def _failure(job: SaveJob, rank: int) -> str:
+    return f"failed-{rank}{_suffix(job.folder, f'-{job.token}')}"
+
+
+def _suffix(folder: Folder, token: str) -> str:
+    return "" if folder.renames else token
 
 
 def _check_owner(job: SaveJob) -> None:
     """Raise CheckpointError if another save has taken over the folder, or it is gone. On ranks other than 0 the folder
     may also be gone because the save is complete."""
-    owner = _owner(job.folder)
+    owner = job.staging.owner()
     if owner is None and job.rank:
-        owner = _owner(job.path)
+        owner = job.folder.owner()
     if owner != job.token and (owner is not None or job.rank == 0):
-        raise _taken(job)
+        raise taken(job.folder)
 
 
-def _taken(job: SaveJob) -> CheckpointError:
+def taken(folder: Folder) -> CheckpointError:
+    """Return the error of a save whose name another one has taken."""
     return CheckpointError(
-        f"{job.path} was not saved: another job began to save it, or removed what this one had written",
+        f"{folder} was not saved: another job began to save it, or removed what this one had written",
         fix="end one of the two jobs, or give each its own folder; earlier checkpoints are unchanged, and training "
         "can go on",
     )
 
 
-def _failed(path: Path, reason: str) -> CheckpointError:
+def _failed(folder: Folder, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} was not saved: {reason}",
+        f"{folder} was not saved: {reason}",
         fix="free space, or check that all ranks see the same folder; earlier checkpoints are unchanged, and "
         "training can go on",
     )
 
 
-def _place(folder: Path, name: str, text: str) -> None:
-    with (folder / f"{name}.part").open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(folder / f"{name}.part", folder / name)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def incomplete(path: Path) -> Path:
-    """Return the folder that is renamed to ``path`` when it is complete."""
-    return path.with_name(path.name + INCOMPLETE)
-
-
-_locks: dict[str, Lock] = {}  # of this process's saves in progress, by token
-_begun: set[Path] = set()  # incomplete saves of this process: other ranks may still read the reason of a failure
-
-
-def make_room(path: Path) -> str:
-    """Create an empty folder for a save, on rank 0, and return the save's token. Leftovers of earlier attempts and of
-    killed jobs are removed. Raises CheckpointError if the checkpoint exists, another process saves it, or the folder
-    cannot be created."""
+def make_room(folder: Folder, room: ExitStack) -> str:
+    """Make room for a save, on rank 0, and return the save's token. ``room`` releases it when closed. Raises
+    CheckpointError if the checkpoint exists, another process saves it, or it cannot be written."""
     token = uuid4().hex
     try:
-        folder = incomplete(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _locks[token] = lock(path)
-        if path.exists():
-            what = f"{path} exists already: a checkpoint is never overwritten"
-            fix = "save under another name (the step in it), or delete that one first"
-            raise CheckpointError(what, fix=fix)
-        if folder.exists():
-            shutil.rmtree(folder)
-        _remove_leftovers(path.parent)
-        folder.mkdir()
-        (folder / OWNER).write_text(token)
-        _begun.add(path.absolute())
+        room.callback(folder.begin(token))
     except (OSError, ValueError) as error:
-        release(token)
         if isinstance(error, CheckpointError):
             raise
-        what = f"the folder {str(path)!r} cannot be created: {error}"
+        what = f"the folder {str(folder)!r} cannot be created: {error}"
         raise CheckpointError(what, fix="give a folder that all ranks can write to") from error
     return token
-
-
-def release(token: str) -> None:
-    """Release the lock of a save that has ended; does nothing on ranks other than 0."""
-    folder_lock = _locks.pop(token, None)
-    if folder_lock is not None:
-        folder_lock.release()
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove what killed jobs left of saves and deletions, except folders that contain other files."""
-    for folder in parent.iterdir():
-        if folder.suffix not in (INCOMPLETE, DELETED) or not _is_of_saves(folder):
-            continue
-        path = folder.with_suffix("")
-        if folder.suffix == INCOMPLETE and path.absolute() in _begun:
-            continue
-        with contextlib.suppress(OSError, CheckpointError):  # a live process writes it
-            folder_lock = lock(path)
-            if folder_lock.is_certain:
-                shutil.rmtree(folder, ignore_errors=True)
-            folder_lock.release()
-
-
-def _is_of_saves(folder: Path) -> bool:
-    if folder.is_symlink() or not folder.is_dir():
-        return False
-    names = [entry.name.removesuffix(".part") for entry in folder.iterdir()]
-    return all(name in (FILE, OWNER) or re.fullmatch(_NAMES, name) for name in names)

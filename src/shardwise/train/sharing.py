@@ -17,15 +17,16 @@ from math import prod
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.train.local_folder import AT_ONCE_BYTES
 from shardwise.train.manifest import Chunk
 from shardwise.train.parts import TensorPart
-from shardwise.train.values import DTYPES
+from shardwise.train.values import DTYPES, dtype_name
 
 CUT_FROM_BYTES = 2**20
 PIECES_OF_A_SHARE = 4  # boxes are cut only if they are larger than this part (1/4) of a fair share
 _ALIGNED = 16  # bytes: where the data of a file begins
 _LINE_BYTES = 64  # a cache line: copies to unaligned addresses take 1.4 times as long
-PAGE_BYTES, AT_ONCE_BYTES = 2**12, 2**23  # alignment for direct I/O; bytes per write, and the least for direct I/O
+PAGE_BYTES = 2**12  # alignment for direct I/O
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
@@ -69,7 +70,7 @@ def describe_parts(parts: Mapping[str, TensorPart]) -> list[Offer]:
     """Return the offers of this rank's parts. Raises ShardwiseError for a dtype that safetensors does not support."""
     offers: list[Offer] = []
     for name, part in sorted(parts.items()):
-        dtype = str(part.tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(part.tensor.dtype)
         if dtype not in _SAFETENSORS:
             raise ShardwiseError(f"{name} is {dtype}; safetensors files support only {', '.join(_SAFETENSORS)}")
         offers.append((name, dtype, part.shape, tuple((box.offsets, box.sizes) for box in part.boxes)))
@@ -167,7 +168,7 @@ def safetensors_header(
 ) -> bytes:
     """Return the header of a safetensors file (https://huggingface.co/docs/safetensors/index#format)."""
     for start, piece in placed:
-        kind = _SAFETENSORS[str(piece.dtype).removeprefix("torch.")]
+        kind = _SAFETENSORS[dtype_name(piece.dtype)]
         header[piece.name] = {"dtype": kind, "shape": piece.sizes, "data_offsets": [start, start + piece.num_bytes]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-(len(text) + 8) // aligned) * aligned - 8)

@@ -8,24 +8,32 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.costs.flops import training_flops
+from shardwise.costs.kernels import peak_flops
 from shardwise.errors import PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import num_samples
-from shardwise.runtime.agree import gather_values, rank_and_world_size
+from shardwise.graph.ir import Graph
+from shardwise.plans.price_scope import priced_cluster
+from shardwise.runtime.agree import from_rank_zero, rank_and_world_size
 from shardwise.runtime.parallel import Parallel
 from shardwise.train.checkpoints import finish_saving, save_checkpoint
 from shardwise.train.data import DataLoader, arguments_of
+from shardwise.train.local_folder import LocalFolder
 from shardwise.train.peers import PeerCopy
 from shardwise.train.recovery import Recovery
 from shardwise.train.retention import Keep
+from shardwise.train.stores import Folder, Place, answered, folder_of
 
 Evaluate = Callable[[Parallel], Mapping[str, float]]
+Callback = Callable[["Trainer", Mapping[str, float]], None]
 
 
 class Trainer:
@@ -43,18 +51,22 @@ class Trainer:
         evaluate: returns metrics that are equal on all ranks. Called every ``evaluate_every`` steps and at the end, in
             eval mode and without gradients.
         evaluate_every: steps between evaluations.
-        folder: folder for checkpoints (``step-N``, written in the background), and for ``log.jsonl``.
+        folder: folder or URL for checkpoints (``step-N``, written in the background), and for ``log.jsonl``. In a store
+            the log is objects ``log/STEP.jsonl``, written with the checkpoints.
         save_every: steps between checkpoints; one is always saved at the end.
         keep: which checkpoints to keep.
         peer_copy: as for ``sw.Recovery``.
-        log_every: steps between log lines (on rank 0: loss, learning rate, gradient norm, samples per second, metrics).
+        log_every: steps between log lines (on rank 0: loss, learning rate, gradient norm, samples per second, metrics;
+            ``mfu``, the part of the devices' peak that the model's FLOPs are; ``memory_bytes``, the peak of a GPU).
+        callbacks: functions that every rank calls with the trainer and each log line, for W&B or early stopping. Loss,
+            rate, norm and metrics are equal on all ranks, seconds and memory are those of the rank.
         tensorboard: whether to log for TensorBoard too.
-        progress: whether to show a progress bar on rank 0's terminal.
+        progress: whether rank 0 shows a progress bar, or where there is no terminal a line for every logged step.
 
     Attributes:
         step: number of finished optimizer steps.
         metrics: results of the latest evaluation.
-        stopped: whether a signal ended training.
+        stopped: whether a signal or ``stop`` ended training.
 
     Raises:
         ShardwiseError: an invalid number, or options that need ``folder``.
@@ -72,11 +84,12 @@ class Trainer:
         clip_norm: float | None = None,
         evaluate: Evaluate | None = None,
         evaluate_every: int | None = None,
-        folder: str | Path | None = None,
+        folder: Place | None = None,
         save_every: int | None = None,
         keep: Keep | None = None,
         peer_copy: PeerCopy | None = None,
         log_every: int = 10,
+        callbacks: Sequence[Callback] = (),
         tensorboard: bool = False,
         progress: bool = True,
     ) -> None:
@@ -91,12 +104,16 @@ class Trainer:
                 raise ShardwiseError(f"{name} must be a number, 1 or more; got {count!r}")
         if folder is None and (save_every or keep or tensorboard):
             raise ShardwiseError("save_every=, keep= and tensorboard= need a folder", fix="give folder=")
+        if tensorboard and not isinstance(folder_of(folder or ""), LocalFolder):
+            raise ShardwiseError(f"tensorboard= needs a folder, and {folder} is in a store", fix="leave it out")
         self.par, self.optimizer, self.loader, self.scheduler = par, optimizer, loader, scheduler
         self.scaler = torch.amp.GradScaler(par.device.type, enabled=False) if scaler is None else scaler
         self.accumulate, self.clip_norm = accumulate, clip_norm
         self.evaluate, self.evaluate_every = evaluate, evaluate_every
-        self.folder, self.save_every, self.keep = None if folder is None else Path(folder), save_every, keep
+        self.folder, self.save_every, self.keep = None if folder is None else folder_of(folder), save_every, keep
         self.log_every, self.tensorboard, self.progress = log_every, tensorboard, progress
+        self.callbacks = tuple(callbacks)
+        self._flops: dict[int, tuple[Graph, tuple[float, set[torch.dtype]]]] = {}  # id -> the graph, which keeps it
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.stopped = False
@@ -116,6 +133,7 @@ class Trainer:
             num_steps: total number of optimizer steps, including those of the checkpoint.
         """
         self._resume()
+        self.stopped = self._signalled = False
         if not self.par.training:  # else submodules that the user froze with eval() stay frozen
             self.par.train()
         with ExitStack() as stack:
@@ -128,22 +146,52 @@ class Trainer:
                 samples += count
                 self.step += 1
                 is_last = self.step == num_steps
-                if self.evaluate is not None and (is_last or self._is_due(self.evaluate_every)):
-                    self._evaluate()
-                    log.write(self.step, self.metrics)
                 if is_last or self._is_due(self.log_every):
                     seconds = time.perf_counter() - since
-                    rate = self.optimizer.param_groups[0]["lr"]
-                    line = {"loss": loss.item(), "lr": float(rate), "samples_per_second": samples / seconds}
-                    log.write(self.step, line if norm is None else {**line, "grad_norm": norm.item()})
+                    line = {"loss": loss.item(), "lr": float(self.optimizer.param_groups[0]["lr"])}
+                    line |= {} if norm is None else {"grad_norm": norm.item()}
+                    self._tell(log, {**line, **self._speed(seconds, samples, count)})
                     since, samples = time.perf_counter(), 0
+                if self.evaluate is not None and (is_last or self._is_due(self.evaluate_every)):
+                    self._evaluate()
+                    self._tell(log, self.metrics)
                 log.advance(self.step)
                 self.stopped = self._recovery.keep(self.step, stopping=self._signalled)
                 if self._is_due(self.save_every):
                     self.save()
+                    log.store(self.step)
             if self.folder is not None and self._saved != self.step:
                 self.save()
+            log.store(self.step)
             finish_saving(self.par)
+
+    def stop(self) -> None:
+        """End ``fit`` after the current step, on all ranks and with a checkpoint. Any rank may call it."""
+        self._signalled = True
+
+    def _tell(self, log: _Log, line: Mapping[str, float]) -> None:
+        log.write(self.step, line)
+        for callback in self.callbacks:
+            callback(self, line)
+
+    def _flops_of(self, graph: Graph) -> tuple[float, set[torch.dtype]]:
+        """Return what ``training_flops`` does, which looks at every operator, counted once per graph."""
+        if id(graph) not in self._flops:
+            self._flops[id(graph)] = graph, training_flops(graph)
+        return self._flops[id(graph)][1]
+
+    def _speed(self, seconds: float, samples: int, last: int) -> dict[str, float]:
+        """Return what is logged of speed and memory. ``last``: the samples of the last step, whose graphs are known."""
+        line = {"samples_per_second": samples / seconds}
+        counted = [(count, *self._flops_of(graph)) for graph, count in self.par.graphs]
+        cluster = priced_cluster(self.par.plan)
+        if cluster is not None and last:
+            flops = self.accumulate * sum(count * flops for count, flops, _ in counted) * samples / last
+            peak = peak_flops(cluster, {dtype for _, _, dtypes in counted for dtype in dtypes})
+            line |= {"mfu": flops / (seconds * peak)} if peak else {}
+        if self.par.device.type == "cuda":
+            line["memory_bytes"] = torch.cuda.max_memory_allocated(self.par.device)
+        return line
 
     def save(self) -> None:
         """Save a checkpoint of the current state, in the background."""
@@ -161,13 +209,12 @@ class Trainer:
         self._saved = self.step
 
     def _resume(self) -> None:
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(self.folder, LocalFolder):
+            self.folder.path.mkdir(parents=True, exist_ok=True)
         self.step = self._recovery.resume()
         if self.folder is None or self.step == 0:
             return
-        is_saved = gather_values((self.folder / f"step-{self.step}").exists())[0]
-        if is_saved:
+        if from_rank_zero(partial(_exists, self.folder / f"step-{self.step}")):
             self._saved = self.step
         elif self._is_due(self.save_every):  # ranks were lost during this save
             self.save()
@@ -236,20 +283,26 @@ class Trainer:
             signal.signal(signal.SIGTERM, before)
 
 
+def _exists(folder: Folder) -> bool:
+    with answered(folder):
+        return folder.exists()
+
+
 class _Log:
     """Logs and progress bar of rank 0; does nothing on other ranks."""
 
-    def __init__(self, folder: Path | None, tensorboard: bool, progress: bool, num_steps: int) -> None:
+    def __init__(self, folder: Folder | None, tensorboard: bool, progress: bool, num_steps: int) -> None:
         self._stack = ExitStack()
         self._file: Any = None
+        self._folder, self._lines = folder, list[str]()  # in a store, which appends to nothing
         self._board: Any = None
         self._bar: Any = None
         if rank_and_world_size()[0] != 0:
             return
-        if folder is not None:
-            self._file = self._stack.enter_context((folder / "log.jsonl").open("a", encoding="utf-8"))
-        if tensorboard:
-            self._board = self._stack.enter_context(_board(folder))
+        if isinstance(folder, LocalFolder):
+            self._file = self._stack.enter_context((folder.path / "log.jsonl").open("a", encoding="utf-8"))
+            if tensorboard:
+                self._board = self._stack.enter_context(_board(folder.path))
         if progress:
             from rich.progress import Progress
 
@@ -266,18 +319,33 @@ class _Log:
         finite = {
             name: value if math.isfinite(value) else str(value) for name, value in values.items()
         }  # JSON has no NaN
+        line = json.dumps({"step": step, **finite}) + "\n"
         if self._file is not None:
-            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+            self._file.write(line)
             self._file.flush()
+        elif self._folder is not None:
+            self._lines.append(line)
         for name, value in values.items() if self._board is not None else ():
             self._board.add_scalar(name, value, step)
+        if self._bar is not None and not self._bar.console.is_terminal:
+            print(f"step {step}: {', '.join(f'{name} {value:.4g}' for name, value in values.items())}", flush=True)
+
+    def store(self, step: int) -> None:
+        """Write the lines since the last call to a store, as one object. What it refuses waits for the next call."""
+        if not self._lines or self._folder is None or rank_and_world_size()[0]:
+            return
+        try:
+            (self._folder / "log").put(f"{step:08}.jsonl", "".join(self._lines))
+            self._lines.clear()
+        except OSError as error:
+            warnings.warn(f"the log of step {step} was not stored: {error}", PlanWarning, stacklevel=3)
 
     def advance(self, step: int) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
 
-def _board(folder: Path | None) -> Any:
+def _board(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

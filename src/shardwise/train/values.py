@@ -37,11 +37,11 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":  # numbers
         return {"$array": encode(torch.from_numpy(np.ascontiguousarray(value)), where)}
     if isinstance(value, torch.Tensor):
-        return {"$tensor": [_dtype_name(value.dtype), list(value.shape), _text(_bytes_of(value))]}
+        return {"$tensor": [dtype_name(value.dtype), list(value.shape), _text(bytes_of(value))]}
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": _text(bytes(value))}
     if isinstance(value, torch.dtype):
-        return {"$dtype": _dtype_name(value)}
+        return {"$dtype": dtype_name(value)}
     if isinstance(value, (list, tuple, set, frozenset)):
         # Fast path for states of generators, which are many numbers: the checks run in C.
         plain = set(map(type, value)) == {int} and min(value) >= -MAX_NUMBER and max(value) <= MAX_NUMBER
@@ -107,11 +107,11 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
+def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

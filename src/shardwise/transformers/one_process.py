@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import ShardwiseError
 from shardwise.launch.ranks import init_ranks
 from shardwise.runtime.agree import gather_values, rank_and_world_size
+from shardwise.train.values import bytes_of
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -47,5 +48,4 @@ def check_same(value: Any, what: str, fix: str) -> None:
 def _digest(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return _ADDRESS.sub("", repr(leaf))  # objects that differ only in their address count as equal
-    content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{leaf.dtype} {tuple(leaf.shape)} {hashlib.sha256(content).hexdigest()}"
+    return f"{leaf.dtype} {tuple(leaf.shape)} {hashlib.sha256(bytes_of(leaf)).hexdigest()}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from rules.samples.calls import GENERATOR, Sample, call, ids, leaf, plain, unit, x
+from shardwise.graph.head_loss import HEAD_LOSS, HEAD_TERMS
+from shardwise.graph.labels import checked_labels
 from shardwise.graph.stand_ins import ctc_loss
-from shardwise.rules.label_terms import checked_labels, label_terms
+from shardwise.rules.label_terms import label_terms
 
 aten = torch.ops.aten
 
@@ -28,6 +30,9 @@ def _losses() -> list[Sample]:
         call(cross, x(4, 5), unit(4, 5), unit(5).detach(), 1),
         call(cross, x(4, 5), unit(4, 5), None, 2, -100, 0.1),
         call(cross, x(2, 3, 5), unit(2, 3, 5), unit(3).detach(), 0, -100, 0.1),
+        call(HEAD_LOSS, x(6, 4), x(2, 3, 4), ids(6, 2, 3), 1, 0.1),
+        call(HEAD_LOSS, x(5, 3), x(4, 3), _LABELS, -100, 0.0),
+        call(HEAD_TERMS, x(2, 3, 4), x(5, 4), ids(6, 5), True, [2], [0], [2]),
         call(nll, x(4, 5), _LABELS, None, 2),
         call(nll, x(4, 5), _LABELS, unit(5).detach(), 1),
         call(nll, x(5), torch.tensor(2), None, 0),
@@ -53,7 +58,8 @@ def _losses() -> list[Sample]:
         call(aten.binary_cross_entropy.default, unit(3, 4), unit(3, 4), unit(4).detach(), 2),
         call(aten.kl_div.default, x(3, 4), unit(3, 4), 2, log_target=True),
     ]
-    for reduction in (0, 1, 2):
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0]).double()
+    for reduction in (0, 2):  # a mean is a sum over the count in the normal form
         found += [
             call(target, x(3, 4), unit(3, 4), reduction)
             for target in (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default)
@@ -61,20 +67,20 @@ def _losses() -> list[Sample]:
         found += [
             call(target, x(3, 4), unit(3, 4), reduction) for target in (aten.huber_loss.default, aten.kl_div.default)
         ]
-        signs = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0]).double()
         found += [
             call(aten.hinge_embedding_loss.default, x(4, 6), signs, 1.0, reduction),
             call(aten.margin_ranking_loss.default, x(6), x(6), signs, 3.0, reduction),
+            call(aten.soft_margin_loss.default, x(3, 4), plain(unit(3, 4)), reduction),
+            call(aten.binary_cross_entropy.default, unit(3, 4), unit(3, 4), None, reduction),
+            call(aten.binary_cross_entropy_with_logits.default, x(3, 4), unit(3, 4), None, None, reduction),
+        ]
+    for reduction in (0, 1, 2):
+        found += [
             call(aten.cosine_embedding_loss.default, x(6, 4), x(6, 4), signs, 0.1, reduction),
             call(aten.triplet_margin_loss.default, x(6, 4), x(6, 4), x(6, 4), reduction=reduction),
             call(aten.triplet_margin_loss.default, x(3, 4), x(3, 4), x(3, 4), 0.5, 1, 1e-6, True, reduction),
             call(aten.multi_margin_loss.default, x(4, 5), ids(5, 4), 1, 1.0, plain(unit(5)), reduction),
             call(aten.multilabel_margin_loss.default, x(4, 3), torch.tensor([[2, 0, -1]] * 4), reduction),
-        ]
-        found += [
-            call(aten.soft_margin_loss.default, x(3, 4), plain(unit(3, 4)), reduction),
-            call(aten.binary_cross_entropy.default, unit(3, 4), unit(3, 4), None, reduction),
-            call(aten.binary_cross_entropy_with_logits.default, x(3, 4), unit(3, 4), None, None, reduction),
         ]
     return found
 

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from rules.samples.calls import bits, call, plain, unsplit, x
+from rules.samples.calls import bits, call, unsplit, x
 from shardwise.rules.window_kernels import COPIED_RUNS
 
 aten = torch.ops.aten
 
 SHAPES = [
-    call(aten.view.default, x(4, 6), [4, 3, 2]),
-    call(aten.view.default, x(4, 6), [-1]),
-    call(aten.view.default, x(2, 3, 1, 4), [6, 1, 2, 2]),
-    call(aten.view.default, x(6, 4), [8, 3]),
-    call(aten.view.default, x(2, 3, 5), [2, 5, 3]),
+    call(aten.reshape.default, x(4, 6), [4, 3, 2]),
+    call(aten.reshape.default, x(4, 6), [-1]),
+    call(aten.reshape.default, x(2, 3, 1, 4), [6, 1, 2, 2]),
+    call(aten.reshape.default, x(6, 4), [8, 3]),
+    call(aten.reshape.default, x(2, 3, 5), [2, 5, 3]),
     call(aten.reshape.default, x(2, 12), [2, 3, 4]),
     call(aten.reshape.default, x(3, 4), [2, 6]),
     unsplit(aten.reshape.default, x(1), []),
-    call(aten._unsafe_view.default, x(6, 4), [2, 3, 4]),
     call(aten.flatten.using_ints, x(2, 3, 4), 1),
     call(aten.unflatten.int, x(2, 6), 1, [3, -1]),
     call(aten.ravel.default, x(2, 3)),
-    call(aten.view_as.default, x(2, 6), plain(x(4, 3))),
-    call(aten.reshape_as.default, x(2, 6), plain(x(12))),
     call(aten.transpose.int, x(2, 3, 4), -1, 0),
     call(aten.swapaxes.default, x(2, 3), 0, 1),
     call(aten.swapdims.default, x(2, 3), 0, 1),
@@ -51,7 +48,6 @@ SHAPES = [
     call(aten.view_as_complex.default, x(3, 4, 2)),
     call(aten.view_as_real.default, torch.complex(x(3, 4), x(3, 4)).detach().requires_grad_()),
     call(aten.expand.default, x(3, 1), [2, -1, 4]),
-    call(aten.expand_as.default, x(3, 1), plain(x(3, 4))),
     call(aten.broadcast_to.default, x(4), [3, 4]),
     call(aten.repeat.default, x(2, 3), [2, 1, 3]),
     call(aten.repeat.default, x(1, 3), [4, 2]),
@@ -59,8 +55,6 @@ SHAPES = [
     call(aten.repeat_interleave.self_int, x(2, 3), 2, 1),
     call(aten.repeat_interleave.self_int, x(2, 3), 2),
     call(aten.repeat_interleave.self_int, x(2, 3), 3, 0, output_size=6),
-    call(aten.meshgrid.default, [x(2), x(3)]),
-    call(aten.meshgrid.indexing, [x(2), x(3), x(2)], indexing="xy"),
     call(aten.roll.default, x(3, 4), [1], [1]),
     call(aten.roll.default, x(5, 7), [-2, 3], [0, 1]),
     call(aten.roll.default, x(9, 2), [4, 3], [0, 0]),

@@ -68,12 +68,6 @@ def _he(tensor: Tensor, negative_slope: float, mode: str, nonlinearity: str) -> 
     )
 
 
-def _check_mode(name: str, mode: str) -> str:
-    if mode not in ("fan_in", "fan_out"):
-        raise ValueError(problem(f'there is no {name} "{mode}"', fix='choose "fan_in" or "fan_out"'))
-    return mode
-
-
 def _check_nonlinearity(name: str, nonlinearity: Any) -> Any:
     torchs.calculate_gain(nonlinearity)  # raises ValueError
     return nonlinearity
@@ -136,7 +130,7 @@ CLASSES = classes_of({
         lambda tensor, random, *, negative_slope=0, mode="fan_in", nonlinearity="leaky_relu": tensor.normal_(
             0, _he(tensor, negative_slope, mode, nonlinearity), generator=random)),
     "HeUniform": _he_uniform,
-}, _Known, __name__, checks={"mode": _check_mode, "nonlinearity": _check_nonlinearity}) | classes_of({
+}, _Known, __name__, checks={"mode": one_of("fan_in", "fan_out"), "nonlinearity": _check_nonlinearity}) | classes_of({
     "VarianceScaling": _scaled,
 }, _Known, __name__, checks={
     "mode": one_of("fan_in", "fan_out", "fan_avg"),

@@ -14,35 +14,33 @@ from shardwise.mindspore.checks import integer
 DEFAULT_SEED = 0
 
 
-class _Random:
-    """The state of this process."""
-
-    def __init__(self) -> None:
-        self.seed: int | None = None
-        self.generator = torch.Generator().manual_seed(DEFAULT_SEED)
-
-
-_random = _Random()
+_generator = torch.Generator().manual_seed(DEFAULT_SEED)
+_seeds: dict[str, int] = {}  # "set": that of set_seed
 
 
 def set_seed(seed: int) -> None:
     """Seed the generator of initial values, numpy and torch, as the reference does."""
     if not 0 <= integer("the seed", seed, "give an integer from 0 on") < 2**32:
         raise ValueError(problem(f"the seed is {seed}", fix="give an integer from 0 to 2**32 - 1"))
-    _random.seed = seed
-    _random.generator.manual_seed(seed)
+    _seeds["set"] = seed
+    _generator.manual_seed(seed)
     np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed torch's generator alone, that of dropout and of random functions."""
     torch.manual_seed(seed)
 
 
 def get_seed() -> int | None:
     """Return the seed of ``set_seed``, or None."""
-    return _random.seed
+    return _seeds.get("set")
 
 
 def generator() -> torch.Generator:
     """Return the generator of initial values."""
-    return _random.generator
+    return _generator
 
 
 def drawn(seed: int | None) -> torch.Generator | None:
@@ -52,4 +50,4 @@ def drawn(seed: int | None) -> torch.Generator | None:
 
 def data_seed() -> int:
     """Return the seed of the order of data: that of ``set_seed``, else the fixed one."""
-    return DEFAULT_SEED if _random.seed is None else _random.seed
+    return _seeds.get("set", DEFAULT_SEED)

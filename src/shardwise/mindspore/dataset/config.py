@@ -8,7 +8,8 @@ from typing import Any
 from shardwise.mindspore.common import seed as seeds
 
 _kept: dict[str, Any] = {"num_parallel_workers": 1, "prefetch_size": 16, "enable_shared_mem": False,
-                         "auto_num_workers": False, "monitor_sampling_interval": 1000}  # fmt: skip
+                         "numa_enable": False, "auto_num_workers": False,
+                         "monitor_sampling_interval": 1000}  # fmt: skip
 
 
 def set_seed(seed: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import enum
 import gzip
-import io
-import pickle
-import re
-from collections.abc import Callable, Sequence
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,29 +16,20 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.dataset.records import RecordFile, written_with
 from shardwise.mindspore.dataset.sources import GeneratorDataset
-from shardwise.mindspore.dataset.values import Array
+from shardwise.mindspore.dataset.transforms import numpys
+from shardwise.mindspore.dataset.values import Array, Row
 from shardwise.mindspore.dataset.vision import decoded
+from shardwise.mindspore.notes import note
+from shardwise.mindspore.protobuf import read_fields, read_varint
 
 # Settings of file datasets after their own ones.
 ROWS = {"num_samples": None, "num_parallel_workers": None, "shuffle": None}
 PARTS = {"sampler": None, "num_shards": None, "shard_id": None, "cache": None}
 LINES = {"num_samples": None, "num_parallel_workers": None, "shuffle": True, "num_shards": None, "shard_id": None,
          "cache": None}  # fmt: skip
-
-
-class Listed:
-    """Rows by index, each read on request."""
-
-    def __init__(self, rows: Sequence[Any], read: Any = None) -> None:
-        self.rows, self.read = rows, read
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index] if self.read is None else self.read(self.rows[index])
 
 
 class Files(GeneratorDataset):
@@ -52,9 +44,12 @@ class Files(GeneratorDataset):
         general.pop("cache")
         if self.settings["shuffle"] is True:  # lines of texts: None leaves them in the order of the file
             general["shuffle"] = bool(general["shuffle"])
-        rows, read, columns = self.listed(**values)
-        made = {"source": Listed(rows, read), "column_names": list(columns), "column_types": None}
+        rows, self._read, columns = self.listed(**values)
+        made = {"source": rows, "column_names": list(columns), "column_types": None}
         super()._take({**GeneratorDataset.settings, **general, **made})
+
+    def _row(self, item: Any) -> Row:
+        return super()._row(item if self._read is None else self._read(item))
 
 
 def paths_of(dataset_files: Any) -> list[Path]:
@@ -117,75 +112,11 @@ def _usage(usage: str | None, usages: dict[str, tuple[str, ...]]) -> tuple[str, 
     return usages[str(usage)]
 
 
-class _Dtype:
-    """Placeholder for a numeric dtype while a pickle is read."""
-
-    def __init__(self, text: Any, *_: Any) -> None:
-        self.text = text.decode() if isinstance(text, bytes) else text
-        if not re.fullmatch(r"[biuf][1248]", self.text):
-            raise pickle.UnpicklingError(f"it has an array of {self.text}")
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        order = state[1].decode() if isinstance(state[1], bytes) else state[1]
-        self.text = order.replace("|", "=") + self.text
-
-    def array(self, data: bytes, shape: Any = (), order: Any = "C") -> Array:
-        return np.frombuffer(data, np.dtype(self.text)).reshape(shape, order=order)
-
-
-class _Reconstructed:
-    """Placeholder for an array while a pickle is read."""
-
-    array: Any = None
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, shape, dtype, is_fortran, data = state
-        self.array = dtype.array(data, shape, "F" if is_fortran else "C")
-
-
-class _ArrayReader(pickle.Unpickler):
-    """Unpickler of arrays, texts, numbers and their containers. A pickle names functions that run while it is read:
-    only these are allowed."""
-
-    _harmless: ClassVar[dict[tuple[str, str], Any]] = {
-        ("numpy.core.multiarray", "_reconstruct"): _Reconstructed,
-        ("numpy.core.multiarray", "scalar"): lambda dtype, data: dtype.array(data)[()],
-        ("numpy.core.numeric", "_frombuffer"): lambda data, dtype, shape, order: dtype.array(data, shape, order),
-        ("numpy", "ndarray"): _Reconstructed,
-        ("numpy", "dtype"): _Dtype,
-        ("builtins", "set"): set,
-        ("builtins", "frozenset"): frozenset,
-        ("builtins", "complex"): complex,
-        ("collections", "OrderedDict"): dict,
-        ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # bytes in Python 2's pickle protocols
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        place = module.replace("numpy._core", "numpy.core").replace("__builtin__", "builtins"), name
-        if place not in self._harmless:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which would be executed")
-        return self._harmless[place]
-
-
-def _unpickled(path: Path) -> dict[Any, Any]:
-    """Return the entries of a pickled dict of arrays, texts and numbers. Raises ValueError for any other pickle."""
-    try:
-        entries = _ArrayReader(io.BytesIO(path.read_bytes()), encoding="bytes").load()
-        return {key: getattr(value, "array", value) for key, value in entries.items()}
-    except Exception as error:  # a damaged pickle may raise any error
-        what = f"{path} cannot be read: {error}"
-        fix = "the files of the data set, as they are distributed; np.savez_compressed keeps arrays of your own"
-        raise ValueError(problem(what, fix=fix)) from error
-
-
 class Cifar10Dataset(Files, dataset_dir=..., usage=None, **ROWS, **PARTS):
-    """CIFAR-10's files (binary or Python's): images (32, 32, 3) of bytes and labels."""
+    """CIFAR-10's binary files: images (32, 32, 3) of bytes and labels."""
 
     names: ClassVar[dict[str, tuple[str, ...]]] = {"train": ("data_batch_*",), "test": ("test_batch*",)}
-    labels: ClassVar[tuple[bytes, ...]] = (b"labels",)
+    labels: ClassVar[tuple[str, ...]] = ("label",)
 
     def listed(self, dataset_dir: Any, usage: str | None) -> Any:
         paths = _matching(folder_of(dataset_dir), _usage(usage, self.names), "batch")
@@ -193,27 +124,20 @@ class Cifar10Dataset(Files, dataset_dir=..., usage=None, **ROWS, **PARTS):
 
     def _rows(self, path: Path) -> list[tuple[Array, ...]]:
         count = len(self.labels)
-        if path.suffix == ".bin":
-            table = np.frombuffer(path.read_bytes(), np.uint8).reshape(-1, count + 3072)
-            pixels, labels = table[:, count:], list(table[:, :count].astype(np.uint32).T)[::-1]
-        else:
-            entries = _unpickled(path)
-            try:
-                pixels, labels = entries[b"data"], [np.asarray(entries[key], np.uint32) for key in self.labels]
-                if {pixels.dtype, *map(len, labels)} != {np.dtype(np.uint8), len(pixels.reshape(-1, 3072))}:
-                    raise ValueError("the numbers of pixels and labels differ")
-            except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
-                what = f"{path} lacks the images or labels of {type(self).__name__}: {error}"
-                raise ValueError(problem(what, fix="the files of the data set, as they are distributed")) from error
-        images = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        return list(zip(images, *labels, strict=True))
+        data = np.frombuffer(path.read_bytes(), np.uint8)
+        if path.suffix != ".bin" or len(data) % (count + 3072):
+            what = f"{path} is not a binary file of {type(self).__name__}"
+            raise ValueError(problem(what, fix="the binary version of the data set, as it is distributed"))
+        table = data.reshape(-1, count + 3072)
+        images = table[:, count:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        return list(zip(images, *table[:, :count].astype(np.uint32).T[::-1], strict=True))
 
 
 class Cifar100Dataset(Cifar10Dataset):
-    """CIFAR-100's files: images, fine and coarse labels."""
+    """CIFAR-100's binary files: images, fine and coarse labels."""
 
     names: ClassVar[dict[str, tuple[str, ...]]] = {"train": ("train*",), "test": ("test*",)}
-    labels = (b"fine_labels", b"coarse_labels")
+    labels = ("fine_label", "coarse_label")
     columns = ("image", "fine_label", "coarse_label")
 
 
@@ -281,13 +205,141 @@ class MindDataset(GeneratorDataset):
         self, dataset_files: str | Path | Sequence[str | Path], columns_list: Sequence[str] | None = None,
         num_parallel_workers: int | None = None, shuffle: bool | None = None, **settings: Any,
     ) -> None:  # fmt: skip
-        paths = written_with(dataset_files) if isinstance(dataset_files, (str, Path)) else paths_of(dataset_files)
-        if not paths:
+        if isinstance(dataset_files, (str, Path)):
+            files = written_with(dataset_files, columns_list)
+        elif paths := paths_of(dataset_files):
+            files = [RecordFile(paths[0], columns_list)]
+            files += [RecordFile(path, files[0].names) for path in paths[1:]]
+        else:
             raise ValueError(problem("dataset_files names no file", fix="a name, or a list of names"))
-        files = [RecordFile(paths[0], columns_list)]
-        files += [RecordFile(path, files[0].names) for path in paths[1:]]
-        for path, file in zip(paths, files, strict=True):
+        for file in files:
             if file.schema != files[0].schema:
-                what = f"{path} has the schema {file.schema}, and {paths[0]} has {files[0].schema}"
+                what = f"{file.path} has the schema {file.schema}, and {files[0].path} has {files[0].schema}"
                 raise ValueError(problem(what, fix="a MindDataset of each, and concat"))
         super().__init__(ConcatDataset(files), list(files[0].names), shuffle=shuffle, **settings)
+
+
+# -- files of TFRecord -------------------------------------------------------------------------------------------------
+
+
+class Shuffle(enum.StrEnum):
+    """Scope of shuffling: over all rows, over files, or inside files."""
+
+    GLOBAL, FILES, INFILE = "global", "files", "infile"
+
+
+class Schema:
+    """The columns of records: ``add_column(name, de_type, shape)``, or a JSON file with the same content."""
+
+    def __init__(self, schema_file: Any = None) -> None:
+        self.columns: dict[str, tuple[np.dtype[Any], tuple[int, ...] | None]] = {}
+        if schema_file is not None:
+            self.from_json(json.loads(Path(schema_file).read_text(encoding="utf-8")))
+
+    def add_column(self, name: str, de_type: Any, shape: Sequence[int] | None = None) -> None:
+        dtype = np.dtype(str) if de_type == "string" else numpys(de_type)
+        self.columns[name] = dtype, None if shape is None else tuple(shape)
+
+    def from_json(self, json_obj: Mapping[str, Any]) -> None:
+        self.parse_columns(json_obj["columns"])
+
+    def parse_columns(self, columns: Any) -> None:
+        """Add columns from ``{"image": {"type": "uint8", "rank": 1}}``, or from a list of these with their names."""
+        named = columns.items() if isinstance(columns, Mapping) else ((entry["name"], entry) for entry in columns)
+        for name, entry in named:
+            self.add_column(name, entry["type"], entry.get("shape"))
+
+
+def _numbers(values: Iterator[Any]) -> Iterator[int]:
+    """Yield signed numbers. Bytes hold several packed ones."""
+    for value in values:
+        place, data = 0, value
+        while isinstance(data, bytes) and place < len(data):
+            value, place = read_varint(data, place)
+            yield value - (value >> 63 << 64)
+        if isinstance(data, int):
+            yield data - (data >> 63 << 64)
+
+
+def _feature(data: bytes) -> list[bytes] | Array:
+    """Return the values of a feature: bytes, float32 or int64."""
+    for kind, content in read_fields(data):
+        values = (value for _, value in read_fields(content))
+        if kind == 1:
+            return list(values)
+        return np.frombuffer(b"".join(values), "<f4") if kind == 2 else np.array(list(_numbers(values)), np.int64)
+    return []
+
+
+def _example(record: bytes) -> dict[str, Any]:
+    entries = (dict(read_fields(entry)) for _, features in read_fields(record) for _, entry in read_fields(features))
+    return {entry[1].decode(): _feature(entry.get(2, b"")) for entry in entries}
+
+
+def _records(path: Path, compression: str) -> Iterator[bytes]:
+    data = path.read_bytes()
+    data = gzip.decompress(data) if compression == "GZIP" else zlib.decompress(data) if compression == "ZLIB" else data
+    place = 0
+    while place < len(data):
+        (size,) = struct.unpack_from("<Q", data, place)
+        if place + size + 16 > len(data):
+            raise RuntimeError(problem(f"{path} ends inside a record", fix="a file of TFRecord, compression_type="))
+        yield data[place + 12 : place + 12 + size]
+        place += size + 16
+
+
+class TFRecordDataset(
+    Files, dataset_files=..., schema=None, columns_list=None, **ROWS, num_shards=None, shard_id=None,
+    shard_equal_rows=False, cache=None, compression_type=None,
+):  # fmt: skip
+    """Examples in TFRecord files. Without a ``schema`` columns have the files' types and one dim; texts are bytes.
+    Shards are rows, not files."""
+
+    def _take(self, values: dict[str, Any]) -> None:
+        if values["shuffle"] == Shuffle.FILES:
+            note("TFRecordDataset(shuffle=Shuffle.FILES) shuffles rows only if there are several files")
+            values["shuffle"] = len(paths_of(values["dataset_files"])) > 1
+        super()._take(values)
+
+    def listed(self, dataset_files: Any, schema: Any, columns_list: Any, compression_type: Any, **_: Any) -> Any:
+        compression = one_of("", "GZIP", "ZLIB")("compression_type", compression_type or "")
+        files = paths_of(dataset_files)
+        rows = [record for file in files for record in _records(file, compression)]
+        if not rows:
+            raise ValueError(problem(f"{[*map(str, files)]} have no records", fix="files of TFRecord"))
+        parsed_schema = schema if isinstance(schema, Schema) or schema is None else Schema(schema)
+        kinds = {} if parsed_schema is None else parsed_schema.columns
+        names = list(columns_list or kinds or _example(rows[0]))
+
+        def read(record: bytes) -> tuple[Array, ...]:
+            features = _example(record)
+            if missing := [name for name in names if name not in features]:
+                raise RuntimeError(problem(f"a record has no {missing[0]}", fix=f"one of {', '.join(features)}"))
+            return tuple(_as_schema(features[name], *kinds.get(name, (None, None))) for name in names)
+
+        return rows, read, names
+
+
+def _as_schema(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> Array:
+    if isinstance(values, list):
+        texts = dtype is not None and dtype.kind == "U"
+        array = np.array([text.decode() for text in values]) if texts else np.frombuffer(b"".join(values), np.uint8)
+    else:
+        array = values
+    array = array if dtype is None or dtype.kind == "U" else array.astype(dtype)
+    return array if shape is None else array.reshape(shape)
+
+
+__all__ = [
+    "CSVDataset",
+    "Cifar10Dataset",
+    "Cifar100Dataset",
+    "FashionMnistDataset",
+    "ImageFolderDataset",
+    "MindDataset",
+    "MnistDataset",
+    "Schema",
+    "Shuffle",
+    "TFRecordDataset",
+    "TextFileDataset",
+]  # fmt: skip

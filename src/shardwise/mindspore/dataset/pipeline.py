@@ -12,7 +12,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -123,18 +123,25 @@ class Dataset:
                 object.
         """
         unknown_words(settings, "python_multiprocessing", "max_rowsize")
-        if per_batch_map is None:
-            return _batched(self, batch_size, drop_remainder)
-        inputs = named(input_columns, self._columns) if input_columns is not None else self._columns
-        outputs = inputs if output_columns is None else names_of(output_columns)
-        return _mapped_batches(self, batch_size, drop_remainder, per_batch_map, inputs, outputs)
+        names = self._columns
+        inputs = names if input_columns is None or per_batch_map is None else named(input_columns, names)
+        outputs = inputs if output_columns is None or per_batch_map is None else names_of(output_columns)
+        columns = names if tuple(inputs) == tuple(outputs) else [*(n for n in names if n not in inputs), *outputs]
+
+        def form(info: BatchInfo, members: list[Row]) -> Row:
+            values: dict[str, Any] = dict(zip(names, map(list, zip(*members, strict=True)), strict=True))
+            if per_batch_map is not None:
+                values |= _assigned("per_batch_map", outputs, per_batch_map(*(values[name] for name in inputs), info))
+            return tuple(_stack(name, [as_array(value) for value in values[name]]) for name in columns)
+
+        return _batched(self, batch_size, drop_remainder, form, columns)
 
     def padded_batch(
         self, batch_size: int, drop_remainder: bool = False, num_parallel_workers: int | None = None,
         pad_info: PadInfo = None,
     ) -> Dataset:  # fmt: skip
         """Batch rows of different lengths, padded. ``pad_info``: column -> (shape or None for the longest, value)."""
-        return _batched(self, batch_size, drop_remainder, partial(_padded, pad_info, None))
+        return _batched(self, batch_size, drop_remainder, lambda _, rows: _padded(self._columns, rows, pad_info))
 
     def bucket_batch_by_length(
         self, column_names: Sequence[str], bucket_boundaries: Sequence[int], bucket_batch_sizes: Sequence[int],
@@ -162,7 +169,7 @@ class Dataset:
 
         def padded(members: list[Row], bucket: int) -> Row:
             end = ends[bucket] - 1 if pad_to_bucket_boundary and bucket < len(ends) else None
-            return _stacked(self._columns, members, partial(_padded, pad_info, end))
+            return _padded(self._columns, members, pad_info, end)
 
         def rows(number: int) -> Iterator[Row]:
             waiting: list[list[Row]] = [[] for _ in sizes]
@@ -283,12 +290,8 @@ class Dataset:
         def rows(number: int) -> Iterator[Row]:
             for row in self.rows(number):
                 values = dict(zip(names, row, strict=True))
-                operands = applied(functions, tuple(values[name] for name in inputs))
-                if len(operands) != len(outputs):
-                    what = f"map() gives {len(operands)} values for the columns {', '.join(outputs)}"
-                    raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
-                values.update(zip(outputs, map(as_array, operands), strict=True))
-                yield tuple(values[name] for name in columns)
+                values |= _assigned("map()", outputs, applied(functions, tuple(values[name] for name in inputs)))
+                yield tuple(as_array(values[name]) for name in columns)
 
         mapped = self._derived(rows, columns)
         return mapped if column_order is None else mapped.project(column_order)
@@ -399,27 +402,35 @@ def _stack(name: str, parts: Sequence[Array]) -> Array:
     return np.stack(parts)
 
 
-def _padded(info: PadInfo, end: int | None, name: str, parts: Sequence[Array]) -> Array:
+def _padded(columns: Sequence[str], members: list[Row], info: PadInfo, end: int | None = None) -> Row:
     """Stack rows of different lengths, padded as ``info`` says; where it gives no size, to ``end`` or the longest."""
-    if info is not None and name not in info:
-        return _stack(name, parts)
-    shape, value = (None, 0) if info is None else info[name]
-    longest = np.max([part.shape for part in parts], 0) if parts[0].ndim else ()
-    wanted = [end if size is None else size for size in shape or [None] * 9]
-    sizes = [int(length if size is None else size) for length, size in zip(longest, wanted, strict=False)]
-    return np.stack([pad_end(part, pad_shape=sizes, pad_value=value) for part in parts])
+
+    def stacked(name: str, parts: Sequence[Array]) -> Array:
+        if info is not None and name not in info:
+            return _stack(name, parts)
+        shape, value = (None, 0) if info is None else info[name]
+        longest = np.max([part.shape for part in parts], 0) if parts[0].ndim else ()
+        wanted = [end if size is None else size for size in shape or [None] * 9]
+        sizes = [int(length if size is None else size) for length, size in zip(longest, wanted, strict=False)]
+        return np.stack([pad_end(part, pad_shape=sizes, pad_value=value) for part in parts])
+
+    return tuple(stacked(name, parts) for name, parts in zip(columns, zip(*members, strict=True), strict=True))
 
 
-def _stacked(columns: Sequence[str], members: list[Row], stack: Callable[[str, Sequence[Array]], Array]) -> Row:
-    return tuple(stack(name, parts) for name, parts in zip(columns, zip(*members, strict=True), strict=True))
+def _assigned(title: str, columns: Sequence[str], result: Any) -> dict[str, Any]:
+    """Return a function's results by column. Raises RuntimeError for another number of them."""
+    values = result if isinstance(result, tuple) else (result,)
+    if len(values) != len(columns):
+        what = f"{title} gives {len(values)} values for the columns {', '.join(columns)}"
+        raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
+    return dict(zip(columns, values, strict=True))
 
 
 def _batched(
-    source: Dataset, size: int | Callable[[BatchInfo], int], drop: bool, stack: Callable[..., Array] = _stack,
-    columns: Sequence[str] | None = None, form: Callable[[BatchInfo, list[Row]], Row] | None = None,
+    source: Dataset, size: int | Callable[[BatchInfo], int], drop: bool, form: Callable[[BatchInfo, list[Row]], Row],
+    columns: Sequence[str] | None = None,
 ) -> Dataset:  # fmt: skip
-    """Return batches of a fixed size, or of the size a function returns. ``form``: makes a row of a batch, by default
-    of the columns that ``stack`` stacks."""
+    """Return batches of a fixed size, or of the size a function returns. ``form``: makes a row of a batch."""
     fixed = 0 if callable(size) else count_of("batch_size", size)
 
     def size_of(info: BatchInfo) -> int:
@@ -433,7 +444,7 @@ def _batched(
             members = list(itertools.islice(rest, count))
             if not members or (len(members) < count and drop):
                 return
-            yield _stacked(source.get_col_names(), members, stack) if form is None else form(info, members)
+            yield form(info, members)
 
     def count() -> int:
         left, batches = source.get_dataset_size(), 0
@@ -444,26 +455,6 @@ def _batched(
         return batches
 
     return source._derived(rows, columns, count, lambda: size_of(BatchInfo(0, 0)) * source.get_batch_size())
-
-
-def _mapped_batches(
-    source: Dataset, size: Any, drop: bool, function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
-) -> Dataset:
-    """Return batches that a function transforms before they are stacked."""
-    names = source.get_col_names()
-    columns = names if tuple(inputs) == tuple(outputs) else [*(name for name in names if name not in inputs), *outputs]
-
-    def form(info: BatchInfo, members: list[Row]) -> Row:
-        values: dict[str, Any] = dict(zip(names, map(list, zip(*members, strict=True)), strict=True))
-        mapped = function(*(values[name] for name in inputs), info)
-        listed = mapped if isinstance(mapped, tuple) else (mapped,)
-        if len(listed) != len(outputs):
-            what = f"per_batch_map gives {len(listed)} values for the columns {', '.join(outputs)}"
-            raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
-        values |= zip(outputs, listed, strict=True)
-        return tuple(_stack(name, [as_array(value) for value in values[name]]) for name in columns)
-
-    return _batched(source, size, drop, columns=columns, form=form)
 
 
 def _tensor(array: Array, column: str) -> torch.Tensor:

@@ -1,23 +1,21 @@
 """Record files that ``mindrecord.FileWriter`` writes and ``MindDataset`` reads.
 
-A file is a numpy archive with the concatenated bytes of the rows, and the end of each row, per column. ``FILE.db``
-beside it has as JSON the schema, and the names of the files that were written together. The reference's own files have
-another format and are refused.
+A file of ``torch.save`` holds the schema, the names of the files that were written together, and per column two
+tensors: the values of all rows, one after another (texts and bytes as uint8), and where each row's begin, with the end
+of the last one. The reference's own files have another format and are refused.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset as Rows
 
 from shardwise.errors import problem
@@ -43,45 +41,51 @@ class _Field:
         if not is_valid or (sizes and kind in TEXTS):
             fix = f"none for {kind}" if kind in TEXTS else "whole numbers from 1, and at most one -1"
             raise ValueError(problem(f"column {name!r} has the shape {shape!r}", fix=fix))
-        self.name, self.kind, self.shape = name, kind, sizes
+        self.name, self.kind = str(name), str(kind)  # a file does not hold numpy's strings
+        self.shape = (-1,) if kind in TEXTS else sizes
+        self.entry = {"type": self.kind, "shape": list(sizes)} if sizes else {"type": self.kind}
+        self.dtype = np.dtype(np.uint8 if kind in TEXTS else self.kind)
+        self.size = math.prod(n for n in self.shape if n > 0)  # of a value, or a divisor of it where the shape has -1
 
-    def encoded(self, row: int, value: Any) -> bytes:
-        """Return the bytes of a row's value. Raises ValueError for one that would be read back differently."""
+    def stored(self, row: int, value: Any) -> Array:
+        """Return a row's value as it is saved: flat. Raises ValueError for one that would be read back differently."""
         item = value.item() if isinstance(value, np.ndarray) and not value.ndim else value
         if self.kind == "string" and isinstance(item, str):
-            return item.encode()
+            return np.frombuffer(item.encode("utf-8", "surrogatepass"), np.uint8)
         if self.kind == "bytes" and isinstance(item, (bytes, bytearray)):
-            return bytes(item)
+            return np.frombuffer(bytes(item), np.uint8)
         array = as_array(value)
         if self.kind == "bytes" and array.dtype == np.uint8 and array.ndim == 1:
-            return array.tobytes()
+            return array.copy()
         if self.kind in TEXTS or array.dtype.kind not in "biuf":
             raise self._refused(row, array, f"the schema says {self.kind}")
         with np.errstate(invalid="ignore", over="ignore"):
-            cast = array.astype(self.kind)
-        kept = cast == array if cast.dtype.kind == "i" else np.isfinite(cast) == np.isfinite(array)
-        if not np.all(kept):
+            cast = array.astype(self.dtype)
+        if not np.all(cast == array if cast.dtype.kind == "i" else np.isfinite(cast) == np.isfinite(array)):
             raise self._refused(row, array, f"numbers that {self.kind} holds, or another type")
+        is_flat = array.ndim < 2 and self.has_size(cast.size)
         sizes = zip(self.shape, array.shape, strict=False)
-        matches_schema = array.ndim == len(self.shape) and all(declared in (-1, n) for declared, n in sizes)
-        if not matches_schema and (array.ndim > 1 or not self.has(np.array(cast.nbytes))):  # flat arrays are reshaped
+        is_shaped = array.ndim == len(self.shape) and all(declared in (-1, n) for declared, n in sizes)
+        if not is_shaped and not is_flat:
             raise self._refused(row, array, f"the schema says the shape {list(self.shape)}")
-        return cast.tobytes()
+        return cast.ravel()
+
+    def has_size(self, sizes: Any) -> Any:
+        """Return whether values of these numbers of elements have the column's shape."""
+        return sizes % self.size == 0 if -1 in self.shape else sizes == self.size
+
+    def read(self, saved: Mapping[str, torch.Tensor]) -> tuple[Array, Array]:
+        """Return the values and the offsets of a saved column. Raises ValueError for those of another one."""
+        values, offsets = saved["values"].numpy(), saved["offsets"].numpy()
+        sizes, ends = np.diff(offsets), [offsets[0], offsets[-1]]
+        is_own = values.dtype == self.dtype and values.ndim == 1 and offsets.dtype == np.int64 and (sizes >= 0).all()
+        if not is_own or ends != [0, len(values)] or not np.all(self.has_size(sizes)):
+            raise ValueError(f"column {self.name} does not hold {self.entry}")
+        return values, offsets
 
     def _refused(self, row: int, array: Array, fix: str) -> ValueError:
         what = f"{list(array.shape)} of {array.dtype}" if array.ndim else f"{array.item()!r}"
         return ValueError(problem(f"row {row}: column {self.name!r} is {what}", fix=fix))
-
-    def has(self, lengths: Array) -> Array:
-        if self.kind in TEXTS:
-            return lengths >= 0
-        unit = np.dtype(self.kind).itemsize * math.prod(n for n in self.shape if n > 0)
-        return np.asarray(lengths % unit == 0 if -1 in self.shape else lengths == unit)
-
-    def decoded(self, data: Array) -> Array:
-        if self.kind == "string":
-            return np.asarray(data.tobytes().decode())
-        return data.copy() if self.kind == "bytes" else data.copy().view(self.kind).reshape(self.shape)
 
 
 class FileWriter:
@@ -94,21 +98,22 @@ class FileWriter:
         if count == 1:
             self._paths = [Path(file_name)]
         if not overwrite and (there := [path for path in self._paths if path.exists()]):
-            raise RuntimeError(problem(f"{there[0]} exists", fix="remove it and its .db, or overwrite=True"))
+            raise RuntimeError(problem(f"{there[0]} exists", fix="remove it, or overwrite=True"))
         firsts = [Path(f"{file_name}{first}") for first in _FIRSTS]
         if there := [path for path in firsts[: firsts.index(self._paths[0])] if path.exists()]:
             what = f"{there[0]} exists, and would be read in place of {self._paths[0]}"
-            raise RuntimeError(problem(what, fix="remove it and its .db"))
+            raise RuntimeError(problem(what, fix="remove it"))
         self._schema: Schema = {}
         self._fields: tuple[_Field, ...] = ()
-        self._rows: list[tuple[bytes, ...]] = []
+        self._rows: list[tuple[Array, ...]] = []
 
     def add_schema(self, content: Schema, desc: str = "") -> int:
         """Set the schema: ``{"image": {"type": "bytes"}, "label": {"type": "int32", "shape": [2]}}``; a shape may have
         one -1. Call it before rows are written. ``desc`` is for readers of the program."""
         if self._rows:
             raise RuntimeError(problem("add_schema after write_raw_data", fix="add_schema first"))
-        self._fields, self._schema = tuple(_Field(*entry) for entry in content.items()), content
+        self._fields = tuple(_Field(*entry) for entry in content.items())
+        self._schema = {field.name: field.entry for field in self._fields}
         return 0
 
     def add_index(self, index_fields: Sequence[str]) -> None:
@@ -119,32 +124,33 @@ class FileWriter:
     def write_raw_data(self, raw_data: Iterable[Mapping[str, Any]], parallel_writer: bool = False) -> None:
         """Add rows as dictionaries of all fields. If one does not match the schema, none of them is added."""
         self._check_schema()
-        rows: list[tuple[bytes, ...]] = []
+        rows: list[tuple[Array, ...]] = []
         for number, row in enumerate(raw_data, len(self._rows)):
             if missing := [name for name in self._schema if name not in row]:
                 raise ValueError(problem(f"row {number} has no {missing[0]!r}", fix=f"give {', '.join(self._schema)}"))
-            rows.append(tuple(field.encoded(number, row[field.name]) for field in self._fields))
+            rows.append(tuple(field.stored(number, row[field.name]) for field in self._fields))
         self._rows += rows
 
     def commit(self) -> None:
         """Write the files, with contiguous rows in each. They replace existing files only when all are complete."""
         self._check_schema()
-        index = json.dumps({"schema": dict(self._schema), "files": [path.name for path in self._paths]})
-        folder = self._paths[0].parent
-        with tempfile.TemporaryDirectory(prefix=".mindrecord-", dir=folder) as beside:
-            for path, places in zip(
-                self._paths, np.array_split(np.arange(len(self._rows)), len(self._paths)), strict=True
-            ):
-                entries: dict[str, Any] = {}
-                for number, field in enumerate(self._fields):
-                    parts = [self._rows[place][number] for place in places]
-                    entries[f"{field.name}.bytes"] = np.frombuffer(b"".join(parts), np.uint8)
-                    entries[f"{field.name}.ends"] = np.cumsum([len(part) for part in parts], dtype=np.int64)
-                with Path(beside, path.name).open("wb") as file:
-                    np.savez(file, **entries)
-                _index_of(Path(beside, path.name)).write_text(index)
-            for name in os.listdir(beside):
-                os.replace(Path(beside, name), folder / name)
+        parts = np.array_split(np.arange(len(self._rows)), len(self._paths))
+        with tempfile.TemporaryDirectory(prefix=".mindrecord-", dir=self._paths[0].parent) as beside:
+            for path, places in zip(self._paths, parts, strict=True):
+                entries = {
+                    "schema": self._schema,
+                    "files": [path.name for path in self._paths],
+                    "columns": [self._column(number, places) for number in range(len(self._fields))],
+                }
+                torch.save(entries, Path(beside, path.name))
+            for path in self._paths:
+                os.replace(Path(beside, path.name), path)
+
+    def _column(self, number: int, places: Array) -> dict[str, torch.Tensor]:
+        values = [self._rows[place][number] for place in places]
+        offsets = torch.tensor([0, *map(len, values)]).cumsum(0)
+        joined = np.concatenate([np.empty(0, self._fields[number].dtype), *values])
+        return {"values": torch.from_numpy(joined), "offsets": offsets}
 
     def _check_schema(self) -> None:
         if not self._fields:
@@ -157,36 +163,36 @@ class RecordFile(Rows[tuple[Array, ...]]):
     def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
         if not path.exists():
             raise RuntimeError(problem(f"there is no file {path}", fix="mindrecord.FileWriter writes it"))
-        self.schema, _ = _read_index(path)
+        entries = _read(path)
+        self.path, self.schema = path, entries["schema"]
+        self.together = [path.with_name(name) for name in entries["files"]]
         self.names = named(list(self.schema) if columns is None else columns, list(self.schema))
-        self._columns: list[tuple[_Field, Array, Array]] = []
-        try:
-            if not zipfile.is_zipfile(path):
-                raise ValueError("it is not a numpy archive")
-            with np.load(path, allow_pickle=False) as archive:
-                for name in self.names:
-                    column = _Field(name, self.schema[name]), archive[f"{name}.bytes"], archive[f"{name}.ends"]
-                    _check_column(*column, len(column[2]) if not self._columns else len(self))
-                    self._columns.append(column)
-        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-            raise _foreign(path, error) from error
+        columns_by_name = dict(zip(self.schema, entries["columns"], strict=True))
+        self._columns = [(_Field(name, self.schema[name]), *columns_by_name[name]) for name in self.names]
 
     def __len__(self) -> int:
-        return len(self._columns[0][2])
+        return len(self._columns[0][2]) - 1
 
     def __getitem__(self, number: int) -> tuple[Array, ...]:
-        return tuple(
-            field.decoded(data[ends[number - 1] if number else 0 : ends[number]]) for field, data, ends in self._columns
-        )
+        number = range(len(self))[number]
+        row: list[Array] = []
+        for field, values, offsets in self._columns:
+            value = values[offsets[number] : offsets[number + 1]]
+            if field.kind == "string":
+                row.append(np.asarray(value.tobytes().decode("utf-8", "surrogatepass")))
+            else:
+                row.append(value.reshape(field.shape).copy())
+        return tuple(row)
 
 
-def written_with(file_name: str | Path) -> list[Path]:
-    """Return the files that were written with a name. Raises RuntimeError if there is none."""
+def written_with(file_name: str | Path, columns: Sequence[str] | None) -> list[RecordFile]:
+    """Open the files that were written with a name. Raises RuntimeError if there is none."""
     firsts = [Path(f"{file_name}{first}") for first in _FIRSTS]
     first = next((path for path in firsts if path.exists()), None)
     if first is None:
         raise RuntimeError(problem(f"there is no file {file_name}", fix="mindrecord.FileWriter writes it"))
-    return [first.with_name(name) for name in _read_index(first)[1]]
+    opened = RecordFile(first, columns)
+    return [opened if path == first else RecordFile(path, opened.names) for path in opened.together]
 
 
 def save(dataset: Any, file_name: str, num_files: int) -> None:
@@ -202,8 +208,7 @@ def save(dataset: Any, file_name: str, num_files: int) -> None:
 
 
 def _entry(name: str, arrays: Sequence[Array]) -> dict[str, Any]:
-    kinds = {_kind(array) for array in arrays}
-    ranks = {array.ndim for array in arrays}
+    kinds, ranks = {_kind(array) for array in arrays}, {array.ndim for array in arrays}
     if len(kinds) > 1 or len(ranks) > 1:
         seen = ", ".join(sorted({f"{_kind(array)} {list(array.shape)}" for array in arrays}))
         raise ValueError(problem(f"column {name!r} has {seen}", fix="one type, and shapes of as many dims: map()"))
@@ -214,43 +219,25 @@ def _entry(name: str, arrays: Sequence[Array]) -> dict[str, Any]:
 
 
 def _kind(array: Array) -> str:
-    if array.dtype == np.uint8 and array.ndim == 1:
-        return "bytes"
-    kinds: dict[str, str] = {"U": "string", "S": "bytes"}
-    return kinds.get(array.dtype.kind, str(array.dtype))
+    is_bytes = array.dtype.kind == "S" or (array.dtype == np.uint8 and array.ndim == 1)
+    return "bytes" if is_bytes else "string" if array.dtype.kind == "U" else str(array.dtype)
 
 
-def _index_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.db")
-
-
-def _read_index(path: Path) -> tuple[Schema, list[str]]:
-    """Return the schema of a file, and the names of the files in its folder that were written with it."""
+def _read(path: Path) -> dict[str, Any]:
+    """Return the entries of a file. Raises RuntimeError for other files."""
     try:
-        index = json.loads(_index_of(path).read_text())
-        schema, files = dict(index["schema"]), list(index["files"])
-        for entry in schema.items():
-            _Field(*entry)
-        if not schema or path.name not in files or any(Path(name).name != name for name in files):
-            raise ValueError("its .db belongs to other files")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _foreign(path, error) from error
-    return schema, files
-
-
-def _check_column(field: _Field, data: Array, ends: Array, rows: int) -> None:
-    """Raise ValueError unless bytes and ends are those of ``rows`` rows."""
-    is_formed = (data.dtype, data.ndim, ends.dtype, ends.shape) == (np.uint8, 1, np.int64, (rows,))
-    is_within = is_formed and bool(((ends >= 0) & (ends <= len(data))).all()) and len(data) == (ends[-1] if rows else 0)
-    lengths = np.diff(ends, prepend=0) if is_within else np.array([-1])
-    if not ((lengths >= 0) & field.has(lengths)).all():
-        raise ValueError(f"column {field.name!r} does not have {rows} rows")
-
-
-def _foreign(path: Path, error: Exception) -> RuntimeError:
-    what = f"{path} is not a file of mindrecord.FileWriter ({error})"
-    return RuntimeError(problem(what, fix="write it again from its source"))
+        entries: dict[str, Any] = torch.load(path, weights_only=True)
+        fields = [_Field(*entry) for entry in entries["schema"].items()]
+        entries["columns"] = [field.read(saved) for field, saved in zip(fields, entries["columns"], strict=True)]
+        counts = {len(offsets) for _, offsets in entries["columns"]}
+        names = entries["files"]
+        if len(counts) != 1 or path.name not in names or any(Path(name).name != name for name in names):
+            raise ValueError("its entries belong to other files")
+    except Exception as error:  # whatever torch raises for other files
+        what = f"{path} is not a file of mindrecord.FileWriter ({type(error).__name__})"
+        raise RuntimeError(problem(what, fix="write it again from its source")) from error
+    return entries
 
 
 __all__ = ["FileWriter"]
-__getattr__ = absent("shardwise.mindspore.mindrecord", lambda: __all__, {"FileReader": "dataset.MindDataset"})
+__getattr__ = absent("shardwise.mindspore.mindrecord", lambda: __all__)

@@ -14,6 +14,7 @@ from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.dataset.pipeline import Dataset
 from shardwise.mindspore.dataset.values import Row, as_array, count_of, names_of
 from shardwise.mindspore.named import Function, WithSettings, classes_of
+from shardwise.mindspore.notes import note
 
 
 class Sampler(WithSettings, num_samples=None):
@@ -187,6 +188,28 @@ class NumpySlicesDataset(
         super()._take({**values, "source": rows, "column_names": names, "column_types": None})
 
 
+class PaddedDataset(GeneratorDataset, padded_samples=...):
+    """Rows that fill up others: ``data + PaddedDataset([{"image": zeros}])``. ``padded_samples``: a dictionary per row,
+    whose columns are in alphabetical order."""
+
+    def _take(self, values: dict[str, Any]) -> None:
+        samples = values["padded_samples"]
+        if not samples or not all(isinstance(sample, Mapping) and sample for sample in samples):
+            raise ValueError(
+                problem(f"padded_samples is {samples!r}", fix='a list of dictionaries: [{"image": zeros}]')
+            )
+        names = sorted(samples[0])
+        rows = [tuple(as_array(sample[name]) for name in names) for sample in samples]
+        super()._take({**GeneratorDataset.settings, "source": rows, "column_names": names, "shuffle": False})
+
+
+class DatasetCache:
+    """A server that keeps rows, which there is not: accepted by datasets, which read rows again."""
+
+    def __init__(self, session_id: int, size: int = 0, spilling: bool = False, **settings: Any) -> None:
+        note("DatasetCache has no effect here: datasets read rows again")
+
+
 def _shards(num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
     if num_shards is None and shard_id is None:
         return 1, 0
@@ -202,3 +225,8 @@ def _shards(num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
 def _numpy_dtype(column_type: Any) -> np.dtype[Any]:
     is_torchs = isinstance(column_type, torch.dtype)
     return torch.empty(0, dtype=column_type).numpy().dtype if is_torchs else np.dtype(column_type)
+
+
+__all__ = [
+    "DatasetCache", "GeneratorDataset", "NumpySlicesDataset", "PaddedDataset", "Sampler", *SAMPLERS,
+]  # fmt: skip

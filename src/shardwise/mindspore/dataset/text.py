@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.dataset.pipeline import Dataset
-from shardwise.mindspore.dataset.transforms import DTYPES, Transform
+from shardwise.mindspore.dataset.transforms import Transform
 from shardwise.mindspore.dataset.values import Array, Columns, names_of
 from shardwise.mindspore.named import absent, classes_of
 
@@ -128,102 +127,11 @@ class _Tokenizer(Transform):
         return np.array([word for string in _texts(text) for word in super(_Tokenizer, self).__call__(string)] or [""])
 
 
-def _basic(
-    text: str, *, lower_case: bool = False, keep_whitespace: bool = False, normalization_form: Any = None,
-    preserve_unused_token: bool = True, with_offsets: bool = False,
-) -> list[str]:  # fmt: skip
-    """Tokenizer into words and single punctuation marks; ``lower_case``: convert to lower case."""
-    return re.findall(r"\w+|[^\w\s]" + r"|\s+" * keep_whitespace, text.lower() if lower_case else text)
-
-
-def _between(text: str, *, delim_pattern: Any, keep_delim_pattern: Any = "", with_offsets: bool = False) -> list[str]:
-    """Tokenizer that splits at matches of ``delim_pattern``; matches of ``keep_delim_pattern`` are kept as tokens."""
-    pieces, place = [], 0
-    for match in delim_pattern.finditer(text):
-        pieces.append(text[place : match.start()])
-        if keep_delim_pattern.fullmatch(match[0]):
-            pieces.append(match[0])
-        place = match.end()
-    return [word for word in (*pieces, text[place:]) if word]
-
-
-def _wordpieces(
-    text: str, *, vocab: Vocab, suffix_indicator: str = "##", max_bytes_per_token: int = 100,
-    unknown_token: str = "[UNK]", with_offsets: bool = False,
-) -> list[str]:  # fmt: skip
-    """Tokenizer into the longest pieces in the vocabulary; pieces after the first have the prefix ``suffix_indicator``.
-    A word without such pieces becomes ``unknown_token`` (Wu et al. 2016, section 4.1)."""
-
-    def pieces_of(word: str) -> list[str]:
-        pieces, start = [], 0
-        while start < len(word):
-            lead = suffix_indicator if start else ""
-            end = next((end for end in range(len(word), start, -1) if lead + word[start:end] in vocab._numbers), None)
-            if end is None or len(word.encode()) > max_bytes_per_token:
-                return [unknown_token or word]
-            pieces.append(lead + word[start:end])
-            start = end
-        return pieces
-
-    return [piece for word in text.split() for piece in pieces_of(word)]
-
-
-def _bert(
-    text: str, *, vocab: Vocab, suffix_indicator: str = "##", max_bytes_per_token: int = 100,
-    unknown_token: str = "[UNK]", lower_case: bool = False, keep_whitespace: bool = False,
-    normalization_form: Any = None, preserve_unused_token: bool = True, with_offsets: bool = False,
-) -> list[str]:  # fmt: skip
-    """``BasicTokenizer``, then ``WordpieceTokenizer``."""
-    settings: dict[str, Any] = {"max_bytes_per_token": max_bytes_per_token, "unknown_token": unknown_token}
-    words = " ".join(_basic(text, lower_case=lower_case, keep_whitespace=keep_whitespace))
-    return _wordpieces(words, vocab=vocab, suffix_indicator=suffix_indicator, **settings)
-
-
-def _changed(text: Any, function: Callable[[str], Any]) -> Array:
-    return np.array([function(string) for string in _texts(text)]).reshape(np.shape(text))
-
-
-def _shortened(first: Any, second: Any, *, max_length: int) -> tuple[Array, Array]:
-    """Truncation of two sequences of words, the longer first, until both together have ``max_length``."""
-    sizes = [len(first), len(second)]
-    while sum(sizes) > max_length:
-        sizes[sizes[1] > sizes[0]] -= 1
-    return np.asarray(first)[: sizes[0]], np.asarray(second)[: sizes[1]]
-
-
-def _runs(words: Any, *, n: Any, left_pad: Any = ("", 0), right_pad: Any = ("", 0), separator: str = " ") -> Array:
-    """N-grams as strings, for every n; ``left_pad`` and ``right_pad``: (word, count) at the ends."""
-    left, right = ([word] * count for word, count in (left_pad, right_pad))
-    listed, sizes = [*left, *_texts(words), *right], [n] if isinstance(n, int) else n
-    runs = [separator.join(listed[at : at + n]) for n in sizes for at in range(max(0, len(listed) - n + 1))]
-    return np.array(runs or [""])
-
-
-PATTERNS = dict.fromkeys(  # checks of settings
-    ("pattern", "delim_pattern", "keep_delim_pattern"), lambda _, pattern: re.compile(pattern)
-)
 CLASSES = classes_of({
-    "AddToken": (
-        "Addition of a word at the beginning, or with ``begin=False`` at the end.",
-        lambda words, *, token, begin=True: np.array([token, *_texts(words)] if begin else [*_texts(words), token])),
-    "CaseFold": ("Conversion to lower case.", lambda text: _changed(text, str.casefold)),
-    "Ngram": _runs,
-    "RegexReplace": (
-        "Replacement of all matches of ``pattern``, or of the first.",
-        lambda text, *, pattern, replace, replace_all=True: _changed(
-            text, lambda string: pattern.sub(replace, string, 0 if replace_all else 1))),
-    "SlidingWindow": ("All windows of ``width`` words: (windows, width).", lambda words, *, width, axis=0: (
-        np.lib.stride_tricks.sliding_window_view(np.asarray(words), width, axis).copy())),
-    "ToNumber": ("Conversion of strings to numbers.", lambda text, *, data_type: _changed(
-        text, float).astype(data_type)),
     "Truncate": ("Truncation to the first ``max_seq_len`` words.", lambda words, *, max_seq_len: (
         np.asarray(words)[:max_seq_len])),
-    "TruncateSequencePair": _shortened,
-}, Transform, __name__, checks={**DTYPES, **PATTERNS}) | classes_of({
-    "BasicTokenizer": _basic, "BertTokenizer": _bert, "RegexTokenizer": (None, _between, {"checks": PATTERNS}),
-    "WordpieceTokenizer": _wordpieces,
+}, Transform, __name__) | classes_of({
     "PythonTokenizer": ("Tokenizer by a Python function of a string.", lambda text, *, tokenizer: tokenizer(text)),
-    "UnicodeCharTokenizer": ("Tokenizer into single characters.", lambda text, *, with_offsets=False: list(text)),
     "WhitespaceTokenizer": (
         "Tokenizer that splits at whitespace. ``with_offsets`` is refused.",
         lambda text, *, with_offsets=False: text.split()),
@@ -231,6 +139,4 @@ CLASSES = classes_of({
 globals().update(CLASSES)
 
 __all__ = ["Lookup", "Vocab", "to_bytes", "to_str", *CLASSES]
-__getattr__ = absent(
-    __name__, lambda: __all__, dict.fromkeys(("JiebaTokenizer", "SentencePieceTokenizer"), "PythonTokenizer(function)")
-)
+__getattr__ = absent(__name__, lambda: __all__)

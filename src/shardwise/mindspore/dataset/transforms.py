@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,12 +50,6 @@ class Transform(WithSettings):
         return type(self).function(*operands, **self._chosen())
 
 
-class Relational(enum.Enum):
-    """Comparisons of ``Mask``."""
-
-    EQ, NE, GT, GE, LT, LE = "equal", "not_equal", "greater", "greater_equal", "less", "less_equal"
-
-
 def _hot(x: Any, *, num_classes: int, smoothing_rate: float = 0.0) -> Array:
     """Class indices as one-hot vectors. ``smoothing_rate``: label smoothing, shared by all classes."""
     numbers, rate = np.asarray(x), smoothing_rate
@@ -85,9 +78,6 @@ CLASSES = classes_of({
         "Concatenation of the columns along ``axis``, between ``prepend`` and ``append``.",
         lambda *operands, axis=0, prepend=None, append=None: np.concatenate(
             [np.asarray(x) for x in (prepend, *operands, append) if x is not None], axis)),
-    "Duplicate": ("The column and a copy of it.", lambda x: (x, np.copy(x))),
-    "Mask": ("A mask of the comparison of elements with a constant.", lambda x, *, operator, constant, dtype=np.bool_: (
-        np.asarray(getattr(np, operator.value)(np.asarray(x), constant)).astype(dtype))),
     "TypeCast": ("Conversion to another dtype.", lambda x, *, output_type: np.asarray(x).astype(output_type)),
     "Unique": (
         "The distinct elements, the index of each element among them, and their counts.",
@@ -104,20 +94,5 @@ CLASSES = classes_of({
 }, Transform, __name__, checks={"transforms": _functions})  # fmt: skip
 globals().update(CLASSES)
 
-
-class Slice:
-    """A slice: numbers, slices, lists of numbers or None, one per dim."""
-
-    def __init__(self, *slices: Any) -> None:
-        self.slices = tuple(slice(None) if index is None else index for index in slices)
-
-    def __call__(self, x: Any) -> Array:
-        array = np.asarray(x)
-        for dim, index in enumerate(self.slices):
-            if index is not Ellipsis:
-                array = array[(slice(None),) * dim + ([index] if isinstance(index, int) else index,)]
-        return array
-
-
-__all__ = ["Relational", "Slice", *CLASSES]
-__getattr__ = absent(__name__, lambda: __all__, {"c_transforms": "transforms itself", "OneHotOp": "OneHot"})
+__all__ = [*CLASSES]
+__getattr__ = absent(__name__, lambda: __all__)

@@ -7,7 +7,6 @@ Each is a function whose first argument is the image and whose keyword-only argu
 
 from __future__ import annotations
 
-import colorsys
 import enum
 import io
 from collections.abc import Sequence
@@ -122,13 +121,6 @@ def _cropped(image: Any, top: int, left: int, height: int, width: int) -> Any:
     return _like(np.asarray(image)[top : top + height, left : left + width], image)
 
 
-def _on_canvas(array: Array, size: Sequence[int], corner: Sequence[int], fill_value: Any) -> Array:
-    """Return an image of a size, filled with a value, with ``array`` at a corner (top, left)."""
-    canvas = np.full((*size, *array.shape[2:]), fill_value, array.dtype)
-    canvas[corner[0] : corner[0] + array.shape[0], corner[1] : corner[1] + array.shape[1]] = array
-    return canvas
-
-
 def _sides(padding: Any) -> tuple[int, int, int, int]:
     """Return the padding of the left, the top, the right and the bottom."""
     sides = (padding,) * 4 if isinstance(padding, int) else tuple(padding)
@@ -144,18 +136,9 @@ def _padded(image: Any, *, padding: Any, fill_value: Any = 0, padding_mode: Bord
         pairs = ((top, bottom), (left, right), *((0, 0),) * (array.ndim - 2))
         return _like(np.pad(array, pairs, mode=padding_mode.value), image)
     size = array.shape[0] + top + bottom, array.shape[1] + left + right
-    return _like(_on_canvas(array, size, (top, left), fill_value), image)
-
-
-def _padded_to(image: Any, *, size: Sizes, offset: Any = None, fill_value: Any = 0) -> Array:
-    """Padding to ``size``, in the middle or at ``offset`` (top, left)."""
-    array, (height, width) = np.asarray(image), _pair(size)
-    free = (height - array.shape[0], width - array.shape[1])
-    if min(free) < 0:
-        what = f"PadToSize(size={size}) of an image of {array.shape[0]} x {array.shape[1]}"
-        raise RuntimeError(problem(what, fix="a size that is at least the image's"))
-    corner = [n // 2 for n in free] if offset is None else _pair(offset)
-    return _on_canvas(array, (height, width), corner, fill_value)
+    canvas = np.full((*size, *array.shape[2:]), fill_value, array.dtype)
+    canvas[top : top + array.shape[0], left : left + array.shape[1]] = array
+    return _like(canvas, image)
 
 
 def _resized(image: Any, *, size: Sizes, interpolation: Inter = Inter.LINEAR) -> Any:
@@ -165,14 +148,6 @@ def _resized(image: Any, *, size: Sizes, interpolation: Inter = Inter.LINEAR) ->
     return _by_pillow(image, lambda picture: picture.resize((width, height), FILTERS[interpolation]), True)
 
 
-def _of_size(image: Any, box: Any, size: Sizes, interpolation: Any) -> Any:
-    """Resize a box (top, left, height, width)."""
-    top, left, high, wide = box
-    height, width = _pair(size)
-    corners = (left, top, left + wide, top + high)
-    return _by_pillow(image, lambda picture: picture.resize((width, height), FILTERS[int(interpolation)], corners))
-
-
 def _centre(image: Any, *, size: Sizes) -> Any:
     """Crop of the centre."""
     (height, width), (h, w) = _pair(size), np.asarray(image).shape[:2]
@@ -180,19 +155,6 @@ def _centre(image: Any, *, size: Sizes) -> Any:
         image = _padded(image, padding=(max(0, -(-(width - w) // 2)), max(0, -(-(height - h) // 2))))
         h, w = np.asarray(image).shape[:2]
     return _cropped(image, (h - height) // 2, (w - width) // 2, height, width)
-
-
-def _five(image: Any, *, size: Sizes) -> tuple[Array, ...]:
-    """Crops of the four corners and the centre."""
-    array, (h, w) = np.asarray(image), _pair(size)
-    y, x = array.shape[0] - h, array.shape[1] - w
-    corners = ((0, 0), (0, x), (y, 0), (y, x), (y // 2, x // 2))
-    return tuple(_cropped(array, top, left, h, w) for top, left in corners)
-
-
-def _ten(image: Any, *, size: Sizes, use_vertical_flip: bool = False) -> tuple[Array, ...]:
-    """``FiveCrop`` of the image and of its mirror image."""
-    return *_five(image, size=size), *_five(np.flip(np.asarray(image), 0 if use_vertical_flip else 1), size=size)
 
 
 def _random_crop(
@@ -216,7 +178,8 @@ def _random_resized_crop(
     image: Any, *, size: Sizes, scale: Any = (0.08, 1.0), ratio: Any = (3 / 4, 4 / 3),
     interpolation: Inter = Inter.LINEAR, max_attempts: int = 10,
 ) -> Any:  # fmt: skip
-    """Random crop of random size and aspect ratio, resized."""
+    """Random crop of random size and aspect ratio, resized. The bytes of a file are decoded first."""
+    image = decoded(image) if np.asarray(image).ndim < 2 else image
     h, w = np.asarray(image).shape[:2]
     part = None
     for _ in range(max_attempts):
@@ -227,32 +190,6 @@ def _random_resized_crop(
             break
     part = _centre(image, size=min(h, w)) if part is None else part
     return _resized(part, size=_pair(size), interpolation=interpolation)
-
-
-def _random_crop_of_bytes(
-    image: Any, *, size: Sizes, scale: Any = (0.08, 1.0), ratio: Any = (3 / 4, 4 / 3),
-    interpolation: Inter = Inter.LINEAR, max_attempts: int = 10,
-) -> Any:  # fmt: skip
-    """Random resized crop of a file's bytes."""
-    settings = {"scale": scale, "ratio": ratio, "interpolation": interpolation, "max_attempts": max_attempts}
-    return _random_resized_crop(decoded(image), size=size, **settings)
-
-
-def _cut(image: Any, *, length: int, num_patches: int = 1, is_hwc: bool = True) -> Array:
-    """Squares of ``length`` set to 0, at random places."""
-    array = np.array(image)
-    height, width = array.shape[:2] if is_hwc else array.shape[1:]
-    for _ in range(num_patches):
-        box = tuple(slice(max(0, at - length // 2), at + (length + 1) // 2) for at in _drawn_place(height, width))
-        array[box if is_hwc else (slice(None), *box)] = 0
-    return array
-
-
-def _blanked(image: Any, *, top: int, left: int, height: int, width: int, value: Any = 0, inplace: bool = False) -> Any:
-    """A box set to a value, in a copy."""
-    array = np.array(image)
-    array[top : top + height, left : left + width] = value
-    return array
 
 
 def _erased(
@@ -313,11 +250,6 @@ def _rotated(image: Any, *, degrees: Any, resample: Inter = Inter.NEAREST, expan
     return _by_pillow(image, lambda picture: picture.rotate(degrees, FILTERS[resample], expand), True)
 
 
-def _random_rotated(image: Any, *, degrees: Any, resample: Inter = Inter.NEAREST, expand: bool = False) -> Any:
-    """Random rotation by up to ``degrees``, or by degrees of a range."""
-    return _rotated(image, degrees=_drawn(*_span(degrees)), resample=resample, expand=expand)
-
-
 def _moved(image: Any, degrees: float, moves: Any, zoom: float, skew: Any, resample: Any = 0, fill: Any = 0) -> Any:
     """Rotate an image around its centre, translate it by fractions of its size, scale it and shear it by degrees."""
     angle, skewed = np.deg2rad(degrees), np.tan(np.deg2rad(skew[0] if isinstance(skew, (list, tuple)) else skew))
@@ -344,24 +276,6 @@ def _random_moved(
     skew = _drawn(*_span(shear)) if shear is not None else 0.0
     moves = [_drawn(-move, move) for move in translate] if translate is not None else (0.0, 0.0)
     return _moved(image, turn, moves, zoom, skew, resample, fill_value)
-
-
-def _perspective(image: Any, *, start_points: Any, end_points: Any, interpolation: Any = 2) -> Any:
-    """The perspective that moves four points to others."""
-    rows = []
-    for (x, y), (u, v) in zip(start_points, end_points, strict=True):
-        rows += [[u, v, 1, 0, 0, 0, -x * u, -x * v], [0, 0, 0, u, v, 1, -y * u, -y * v]]
-    numbers = np.linalg.solve(np.array(rows, float), np.array(start_points, float).reshape(-1))
-    kind, how = Image.Transform.PERSPECTIVE, FILTERS[int(interpolation)]
-    return _by_pillow(image, lambda picture: picture.transform(picture.size, kind, tuple(numbers), how))
-
-
-def _distorted(image: Any, scale: float, interpolation: Any) -> Any:
-    height, width = np.asarray(image).shape[:2]
-    far = np.random.random((4, 2)) * scale * (width / 2, height / 2)
-    start = np.array([(0, 0), (width - 1, 0), (width - 1, height - 1), (0, height - 1)])
-    end = start + np.array([(1, 1), (-1, 1), (-1, -1), (1, -1)]) * far
-    return _perspective(image, start_points=start, end_points=end, interpolation=interpolation)
 
 
 # -- colours -----------------------------------------------------------------------------------------------------------
@@ -405,17 +319,18 @@ def _check_hue(name: str, hue: Any) -> Any:
     return hue
 
 
-def _table(image: Any, change: Function) -> Any:
-    """Replace every byte value by a lookup table."""
-    values = np.clip(change(np.arange(256.0)), 0, 255).astype(np.uint8)
-    return _by_pillow(image, lambda picture: Image.fromarray(values[np.asarray(picture)]))
+def _inverted(image: Any, low: int = 0, high: int = 255) -> Any:
+    """Inversion of the byte values from ``low`` to ``high``. Raises TypeError for floats."""
+    array = np.asarray(image)
+    if array.dtype.kind == "f":
+        raise TypeError(problem(f"an image of {array.dtype} has no byte values", fix="ToType(np.uint8) before"))
+    return _like(np.where((low <= array) & (array <= high), 255 - array, array), image)
 
 
-def _solarized(image: Any, threshold: Any) -> Any:
-    """Invert values within the threshold, given as (low, high); if both are equal, from there on."""
-    low, high = threshold
-    end = 255 if low == high else high
-    return _table(image, lambda x: np.where((low <= x) & (x <= end), 255 - x, x))
+def _random_solarized(image: Any, *, threshold: Any = (0, 255)) -> Any:
+    """Inversion of the values of a random part of ``threshold``; if its ends are equal, from there on."""
+    low, high = sorted(np.random.randint(threshold[0], threshold[1] + 1, 2))
+    return _inverted(image, low, 255 if low == high else high)
 
 
 def _contrasted(image: Any, *, cutoff: float = 0.0, ignore: Any = None) -> Any:
@@ -428,35 +343,11 @@ def _equalized(image: Any) -> Any:
     return _by_pillow(image, ImageOps.equalize)
 
 
-def _posterized(image: Any, *, bits: int) -> Any:
-    """The first ``bits`` bits of every value."""
-    return _by_pillow(image, lambda picture: ImageOps.posterize(picture, bits))
-
-
 def _blurred(image: Any, *, kernel_size: Any, sigma: Any = None) -> Any:
     """Gaussian blur. The deviation ``sigma`` is by default OpenCV's."""
     size, deviation = (value[0] if isinstance(value, (tuple, list)) else value for value in (kernel_size, sigma))
     radius = float(deviation if deviation else 0.3 * ((size - 1) * 0.5 - 1) + 0.8)
     return _by_pillow(image, lambda picture: picture.filter(ImageFilter.GaussianBlur(radius)))
-
-
-def _by_channels(image: Any, function: Function, is_hwc: bool) -> Array:
-    """Convert the colours of single pixels, from 0 to 1, to another colour space."""
-    channels = np.moveaxis(np.asarray(image, np.float32), -1 if is_hwc else -3, 0)
-    return np.stack(np.vectorize(function)(*channels), -1 if is_hwc else -3).astype(np.float32)
-
-
-def _gray(image: Any, *, num_output_channels: int = 1) -> Any:
-    """Grey values, in one or three channels."""
-    gray = ImageOps.grayscale(image if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image)))
-    return _like(np.repeat(np.asarray(gray)[..., None], num_output_channels, 2).squeeze(), image)
-
-
-def _lit(image: Any, *, alpha: float = 0.05) -> Array:
-    """A random shift of the colours along ImageNet's principal components (Krizhevsky et al. 2012)."""
-    along = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
-    moved = np.asarray(image) + along @ (np.array([55.46, 4.794, 1.148]) * np.random.normal(0, alpha, 3))
-    return np.clip(moved, 0, 255).astype(np.asarray(image).dtype)
 
 
 def _normalized(image: Any, *, mean: Any, std: Any, is_hwc: bool = True) -> Array:
@@ -486,130 +377,60 @@ def _chosen(image: Any, *, policy: Any) -> Any:
     return image
 
 
-def _some(image: Any, *, transforms: Any, num_ops: int = 2) -> Any:
-    """Some of the functions, each half of the times."""
-    for place in np.random.permutation(len(transforms))[:num_ops]:
-        image = _at_times(0.5, image, transforms[place])
-    return image
-
-
-# The functions of RandAugment (Cubuk et al. 2020), with a magnitude ``by`` from 0 to 1.
-_SIGNED: dict[str, Function] = {
-    "ShearX": lambda image, by: _moved(image, 0, (0, 0), 1, np.rad2deg(np.arctan(0.3 * by))),
-    "TranslateX": lambda image, by: _moved(image, 0, (150 / 331 * by, 0), 1, 0),
-    "TranslateY": lambda image, by: _moved(image, 0, (0, 150 / 331 * by), 1, 0),
-    "Rotate": lambda image, by: _moved(image, -30 * by, (0, 0), 1, 0),
-    **{kind: lambda image, by, kind=kind: _enhanced(image, kind, 1 + 0.9 * by)
-       for kind in ("Brightness", "Color", "Contrast", "Sharpness")},
+CHECKS: dict[str, Any] = {
+    **DTYPES, "size": lambda _, size: _pair(size),
+    "padding": lambda _, padding: None if padding is None else _sides(padding),
+    **dict.fromkeys(("interpolation", "resample"), lambda _, number: Inter(number)),
+    **dict.fromkeys(("mean", "std"), lambda _, numbers: np.asarray(numbers, np.float32)),
+    **dict.fromkeys(("brightness", "contrast", "saturation"), _range), "hue": _check_hue,
 }  # fmt: skip
-_UNSIGNED: dict[str, Function] = {
-    "Identity": lambda image, by: image,
-    "Posterize": lambda image, by: _posterized(image, bits=8 - round(4 * by)),
-    "Solarize": lambda image, by: _solarized(image, (255 * (1 - by), 255)),
-    "AutoContrast": lambda image, by: _contrasted(image),
-    "Equalize": lambda image, by: _equalized(image),
-}
-
-
-def _augmented(image: Any, count: int, magnitude: float) -> Any:
-    kinds = [*_SIGNED, *_UNSIGNED]
-    for _ in range(count):
-        name = kinds[np.random.randint(len(kinds))]
-        sign = 1 if np.random.random() < 0.5 else -1
-        image = _SIGNED[name](image, sign * magnitude) if name in _SIGNED else _UNSIGNED[name](image, magnitude)
-    return image
-
-
-def _checked(function: Function, **checks: Any) -> tuple[None, Function, dict[str, Any]]:
-    """Return an entry of the table with checks of settings, which run when the transform is made."""
-    return None, function, {"checks": {**DTYPES, **checks}}
-
-
-_SIZE = {"size": lambda _, size: _pair(size)}
-_FILTER = dict.fromkeys(("interpolation", "resample"), lambda _, number: Inter(number))
-_NUMBERS = dict.fromkeys(("mean", "std"), lambda _, numbers: np.asarray(numbers, np.float32))
 FUNCTIONS: dict[str, Any] = {
-    "AdjustBrightness": lambda image, *, brightness_factor: _enhanced(image, "Brightness", brightness_factor),
-    "AdjustContrast": lambda image, *, contrast_factor: _enhanced(image, "Contrast", contrast_factor),
-    "AdjustGamma": lambda image, *, gamma, gain=1.0: _table(image, lambda x: 255 * gain * (x / 255) ** gamma),
-    "AdjustHue": lambda image, *, hue_factor: _hue_turned(image, hue_factor),
-    "AdjustSaturation": lambda image, *, saturation_factor: _enhanced(image, "Color", saturation_factor),
-    "AdjustSharpness": lambda image, *, sharpness_factor: _enhanced(image, "Sharpness", sharpness_factor),
-    "Affine": lambda image, *, degrees, translate, scale, shear, resample=0, fill_value=0: _moved(
-        image, degrees, translate, scale, shear, resample, fill_value),
-    "AutoContrast": _contrasted, "CenterCrop": _checked(_centre, **_SIZE), "CutMixBatch": _cut_and_pasted,
-    "CutOut": _cut,
+    "AutoContrast": _contrasted, "CenterCrop": _centre, "CutMixBatch": _cut_and_pasted,
     "ConvertColor": lambda image, *, convert_mode: np.asarray(image)[..., ::-1] if "BGR" in convert_mode.value else (
         _by_pillow(image, lambda picture: picture.convert(convert_mode.value[1]))),
-    "Crop": _checked(lambda image, *, coordinates, size: _cropped(image, *coordinates, *size),
-                     coordinates=_SIZE["size"], **_SIZE),
-    "Decode": decoded, "Equalize": _equalized, "Erase": _blanked, "FiveCrop": _five, "GaussianBlur": _blurred,
-    "Grayscale": _gray, "HorizontalFlip": lambda image: _mirrored(image, 1),
-    "HsvToRgb": lambda image, *, is_hwc=False: _by_channels(image, colorsys.hsv_to_rgb, is_hwc),
+    "Decode": decoded, "Equalize": _equalized, "GaussianBlur": _blurred,
+    "HorizontalFlip": lambda image: _mirrored(image, 1),
     "HWC2CHW": lambda image: np.ascontiguousarray(np.moveaxis(np.asarray(image), -1, 0)),
     "Invert": lambda image: _like(255 - np.asarray(image), image),
-    "LinearTransformation": lambda image, *, transformation_matrix, mean_vector: (
-        (np.asarray(image).reshape(-1) - mean_vector) @ transformation_matrix).reshape(np.shape(image)).astype(
-        np.float32),
-    "MixUpBatch": _mixed, "Normalize": _checked(_normalized, **_NUMBERS),
-    "Pad": _checked(_padded, padding=lambda _, padding: _sides(padding)), "PadToSize": _padded_to,
-    "Perspective": _perspective,
+    "MixUpBatch": _mixed, "Normalize": _normalized,
+    "Pad": (None, _padded, {"checks": {**CHECKS, "padding": lambda _, padding: _sides(padding)}}),
     "PILToTensor": lambda image: np.ascontiguousarray(_channels_first(image)),
-    "Posterize": _posterized,
-    "RandAugment": lambda image, *, num_ops=2, magnitude=9, num_magnitude_bins=31: _augmented(
-        image, num_ops, magnitude / (num_magnitude_bins - 1)),
-    "RandomAdjustSharpness": lambda image, *, degree, prob=0.5: _at_times(
-        prob, image, lambda picture: _enhanced(picture, "Sharpness", degree)),
     "RandomAffine": _random_moved,
     "RandomAutoContrast": lambda image, *, cutoff=0.0, ignore=None, prob=0.5: _at_times(
         prob, image, lambda picture: _contrasted(picture, cutoff=cutoff, ignore=ignore)),
-    "RandomColorAdjust": _checked(
-        _random_colors, hue=_check_hue, **dict.fromkeys(("brightness", "contrast", "saturation"), _range)),
+    "RandomColorAdjust": _random_colors,
     "RandomColor": lambda image, *, degrees=(0.1, 1.9): _enhanced(image, "Color", _drawn(*degrees)),
-    "RandomCrop": _checked(
-        _random_crop, padding=lambda _, padding: None if padding is None else _sides(padding), **_SIZE),
-    "RandomCropDecodeResize": _checked(_random_crop_of_bytes, **_SIZE, **_FILTER),
+    "RandomCrop": _random_crop, "RandomCropDecodeResize": _random_resized_crop,
     "RandomEqualize": lambda image, *, prob=0.5: _at_times(prob, image, _equalized),
     "RandomErasing": _erased,
     "RandomGrayscale": lambda image, *, prob=0.1: _at_times(
         prob, image, lambda picture: _by_pillow(picture, lambda x: x.convert("L").convert(x.mode))),
     "RandomHorizontalFlip": lambda image, *, prob=0.5: _at_times(prob, image, lambda x: _mirrored(x, 1)),
-    "RandomInvert": lambda image, *, prob=0.5: _at_times(
-        prob, image, lambda picture: _table(picture, lambda x: 255 - x)),
-    "RandomLighting": _lit,
-    "RandomPerspective": lambda image, *, distortion_scale=0.5, prob=0.5, interpolation=3: _at_times(
-        prob, image, lambda picture: _distorted(picture, distortion_scale, interpolation)),
-    "RandomPosterize": lambda image, *, bits=(8, 8): _posterized(
-        image, bits=int(np.random.randint(bits[0], bits[1] + 1))),
-    "RandomResize": lambda image, *, size: _of_size(
-        image, (0, 0, *np.shape(image)[:2]), size, np.random.choice((0, 2, 3, 4))),
-    "RandomResizedCrop": _checked(_random_resized_crop, **_SIZE, **_FILTER),
-    "RandomRotation": _checked(_random_rotated, **_FILTER), "RandomSelectSubpolicy": _chosen,
+    "RandomInvert": lambda image, *, prob=0.5: _at_times(prob, image, _inverted),
+    "RandomPosterize": ("The first bits of every value, a random number of them in the range ``bits``.",
+                        lambda image, *, bits=(8, 8): _by_pillow(image, lambda picture: ImageOps.posterize(
+                            picture, int(np.random.randint(bits[0], bits[1] + 1))))),
+    "RandomResizedCrop": _random_resized_crop, "RandomRotation": (
+        "Random rotation by up to ``degrees``, or by degrees of a range.",
+        lambda image, *, degrees, resample=Inter.NEAREST, expand=False: _rotated(
+            image, degrees=_drawn(*_span(degrees)), resample=resample, expand=expand)),
+    "RandomSelectSubpolicy": _chosen,
     "RandomSharpness": lambda image, *, degrees=(0.1, 1.9): _enhanced(image, "Sharpness", _drawn(*degrees)),
-    "RandomSolarize": lambda image, *, threshold=(0, 255): _solarized(image, sorted(
-        np.random.randint(threshold[0], threshold[1] + 1, 2))),
+    "RandomSolarize": _random_solarized,
     "RandomVerticalFlip": lambda image, *, prob=0.5: _at_times(prob, image, lambda x: _mirrored(x, 0)),
     "Rescale": lambda image, *, rescale, shift: (
         np.asarray(image).astype(np.float32) * rescale + shift).astype(np.float32),
-    "Resize": _checked(_resized, **_FILTER),
-    "ResizedCrop": lambda image, *, top, left, height, width, size, interpolation=2: _of_size(
-        image, (top, left, height, width), size, interpolation),
-    "RgbToHsv": lambda image, *, is_hwc=False: _by_channels(image, colorsys.rgb_to_hsv, is_hwc),
-    "Rotate": _checked(_rotated, **_FILTER),
-    "Solarize": lambda image, *, threshold: _solarized(
-        image, (threshold, threshold) if isinstance(threshold, (int, float)) else threshold),
-    "SwapRedBlue": lambda image: np.asarray(image)[..., ::-1],
-    "TenCrop": _ten, "ToNumpy": lambda image: np.array(image), "ToPIL": _as_pillows,
+    "Resize": (None, _resized, {"checks": {name: check for name, check in CHECKS.items() if name != "size"}}),
+    "Rotate": _rotated,
+    "ToNumpy": lambda image: np.array(image), "ToPIL": _as_pillows,
     "ToTensor": (
         "Conversion to channels first, from 0 to 1 in float32 (or ``output_type``).",
         lambda image, *, output_type=np.float32: (_channels_first(image).astype(np.float32) / 255).astype(output_type)),
     "ToType": ("Conversion to another dtype.", lambda image, *, output_type: np.asarray(image).astype(output_type)),
-    "TrivialAugmentWide": lambda image, *, num_magnitude_bins=31: _augmented(
-        image, 1, np.random.randint(num_magnitude_bins) / (num_magnitude_bins - 1)),
-    "UniformAugment": _some, "VerticalFlip": lambda image: _mirrored(image, 0),
+    "VerticalFlip": lambda image: _mirrored(image, 0),
 }  # fmt: skip
-CLASSES = classes_of(FUNCTIONS, Transform, __name__)
+CLASSES = classes_of(FUNCTIONS, Transform, __name__, checks=CHECKS)
 globals().update(CLASSES)
 
 __all__ = ["Border", "ConvertMode", "ImageBatchFormat", "Inter", *CLASSES]
-__getattr__ = absent(__name__, lambda: __all__, {"c_transforms": "vision itself"})
+__getattr__ = absent(__name__, lambda: __all__)

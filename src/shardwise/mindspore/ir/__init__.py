@@ -5,6 +5,79 @@ is the whole graph with the strategy of every operator. ``18_execute_<number>.ir
 local shapes and its collectives. ``save_graphs=3`` also writes the plan as JSON.
 """
 
-from shardwise.mindspore.ir.files import save
+from __future__ import annotations
 
-__all__ = ["save"]
+from collections.abc import Iterator
+from itertools import count
+from math import prod
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.mindspore import context
+from shardwise.mindspore.ir.execute import Execution
+from shardwise.mindspore.ir.origins import Origins
+from shardwise.mindspore.ir.page import Page, Strategy
+from shardwise.mindspore.library import Graph, Layout, apply_strategy, bind, localize
+
+EXECUTE = 18  # the reference's number of the phase that prints it
+WITH_PLAN = 3  # the level of save_graphs from which the plan is also written
+
+HEADER = """\
+# Written by shardwise, in the format of the reference, with these differences:
+# - Only forward is listed as operators. Autograd computes backward; its collectives are listed at the end of the
+#   execution file. The optimizer computes the update. Gradients that need no collective are not printed.
+# - The PyTorch operators of a primitive are printed one by one, each with its strategy (from the user or the search). A
+#   strategy of one tensor is printed as ((2, 4),). Operators without a primitive have no instance name.
+# - A collective includes how its pieces are put together (concat_dim, split_dim). Several tensors in one line are one
+#   message, numbered by `fusion`. Messages with parameters may be sent earlier than they are printed.
+# - Only the innermost line of source code is known. UMonad orders nothing: parameters are read where they are used.
+"""
+_numbers = count()  # of this process's files
+
+
+def save(cell: nn.Module, par: sw.Parallel) -> None:
+    """Write the program that was compiled last, as ``set_context(save_graphs=...)`` specifies."""
+    settings, rank = context.settings(), dist.get_rank()
+    folder = Path(settings.save_graphs_path) / f"rank_{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    compiled = par.compiled[-1]
+    graph = compiled.captured.graph
+    origins = Origins(cell, graph)
+    strategies_of = strategies(graph, par.plan, par.training)
+    execution = Execution(localize(compiled.spmd, rank), strategies_of, origins)
+    text = begin(graph, strategies_of, origins).text(graph.outputs)
+    _write(folder / f"step_parallel_begin_{next(_numbers):04}.ir", text)
+    _write(folder / f"{EXECUTE}_execute_{next(_numbers):04}.ir", execution.text())
+    if settings.save_graphs >= WITH_PLAN:
+        par.plan.save(folder / f"plan_{next(_numbers):04}.json")
+
+
+def strategies(graph: Graph, plan: sw.Plan, training: bool) -> dict[str, Strategy]:
+    """Return for each operator the split counts of its tensors per dim, set by the user or found by the search."""
+    factored, choice = bind(plan, graph, training=training)
+    applied = {
+        op.name: apply_strategy(factored.rules[op.name], choice.strategies[op.name], plan.mesh) for op in graph.ops
+    }
+    return {name: tuple(map(counts, layouts_of_op.operands)) for name, layouts_of_op in applied.items()}
+
+
+def counts(layout: Layout) -> tuple[int, ...]:
+    """Return the number of parts into which a layout splits each dim."""
+    return tuple(prod(layout.mesh.size_of(atom.axes) for atom in dim) for dim in layout.dims)
+
+
+def begin(graph: Graph, strategies_of: dict[str, Strategy], origins: Origins) -> Page:
+    """Print the operators of a graph."""
+    shapes = {source.value: graph.by_name[source.value].shape for source in graph.sources}
+    page = Page(graph, shapes, strategies_of, origins)
+    for op in graph.ops:
+        args = (*op.args, *(arg for _, arg in op.kwargs if arg is not None))
+        page.call(op, args, tuple(graph.by_name[name].shape for name in op.results))
+    return page
+
+
+def _write(path: Path, lines: Iterator[str]) -> None:
+    path.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")

@@ -8,23 +8,10 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.mindspore.communication.management import gnu_hash
+from shardwise.mindspore.named import TABLES
 
 # PyTorch operators whose name in the reference is not their CamelCase name.
-OPERATORS = {  # conv_window: convolution of a part of the rows
-    "matmul": "MatMul", "mm": "MatMul", "bmm": "BatchMatMul", "addmm": "MatMul", "linear": "Dense", "relu": "ReLU",
-    "gelu": "GeLU", "silu": "SiLU", "convolution": "Conv2D", "conv2d": "Conv2D", "conv_window": "Conv2D",
-    "sum": "ReduceSum", "mean": "ReduceMean", "amax": "ReduceMax", "amin": "ReduceMin", "prod": "ReduceProd",
-    "any": "ReduceAny", "all": "ReduceAll", "max": "ArgMaxWithValue", "min": "ArgMinWithValue", "argmax": "Argmax",
-    "argmin": "Argmin", "maximum": "Maximum", "minimum": "Minimum", "embedding": "Gather", "index_select": "Gather",
-    "gather": "GatherD", "layer_norm": "LayerNorm", "native_layer_norm": "LayerNorm", "batch_norm": "BatchNorm",
-    "rms_norm": "RmsNorm", "t": "Transpose", "transpose": "Transpose", "permute": "Transpose", "view": "Reshape",
-    "reshape": "Reshape", "flatten": "Reshape", "_unsafe_view": "Reshape", "unsqueeze": "ExpandDims",
-    "expand": "BroadcastTo", "to": "Cast", "_to_copy": "Cast", "slice": "StridedSlice", "select": "StridedSlice",
-    "cat": "Concat", "concat": "Concat", "where": "Select", "div": "RealDiv", "eq": "Equal", "ne": "NotEqual",
-    "ge": "GreaterEqual", "gt": "Greater", "le": "LessEqual", "lt": "Less", "topk": "TopK", "one_hot": "OneHot",
-    "cumsum": "CumSum", "max_pool2d": "MaxPool", "avg_pool2d": "AvgPool",
-    "cross_entropy_loss": "SparseSoftmaxCrossEntropyWithLogits", "nll_loss": "NLLLoss",
-}  # fmt: skip
+OPERATORS = dict(row.split("=") for row in TABLES["ir"]["operators"].split())
 # The reference's names of an operator's inputs.
 INPUTS = {"MatMul": ("x1", "x2"), "BatchMatMul": ("x1", "x2"), "ReLU": ("x",)}
 TYPES = {torch.bfloat16: "BFloat16", torch.uint8: "UInt8"}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardwise.mindspore.named import absent
+from shardwise.mindspore.named import TABLES, absent
 
 _SHADOWS: weakref.WeakKeyDictionary[Any, torch.optim.Optimizer] = weakref.WeakKeyDictionary()
 
@@ -59,15 +59,12 @@ def _of_schedules(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and bool(x) and isinstance(x[0], LRScheduler)
 
 
-_NAMES = """
-    ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LambdaLR LinearLR MultiStepLR
-    MultiplicativeLR PolynomialLR ReduceLROnPlateau SequentialLR StepLR"""
 CLASSES = {
     name: type(name, (LRScheduler,), {
         "make": getattr(torch.optim.lr_scheduler, name), "__module__": __name__, "__doc__": "Torch's schedule.",
         "settings": {"cycle_momentum": False} if name == "CyclicLR" else {},
     })
-    for name in _NAMES.split()
+    for name in TABLES["mint"]["schedules"].split()
 }  # fmt: skip
 globals().update(CLASSES)
 __all__ = [*CLASSES, "LRScheduler"]

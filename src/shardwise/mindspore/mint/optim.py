@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.mindspore.mint import lr_scheduler
-from shardwise.mindspore.named import absent
+from shardwise.mindspore.named import TABLES, absent
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.tensor import Parameter
 
@@ -42,12 +42,11 @@ def _rate_of(group: dict[str, Any]) -> Callable[[int], float]:
     return lambda step: float(group["lr"])
 
 
-_NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 CLASSES = {
     name: type(
         name, (OfTorch,), {"make": getattr(torch.optim, name), "__module__": __name__, "__doc__": "Torch's optimizer."}
     )
-    for name in _NAMES.split()
+    for name in TABLES["mint"]["optimizers"].split()
 }
 globals().update(CLASSES)
 __all__ = [*CLASSES, "Optimizer", "lr_scheduler"]

@@ -12,14 +12,15 @@ from shardwise.mindspore.nn.layers import *
 from shardwise.mindspore.nn.learning_rates import *
 from shardwise.mindspore.nn.loss import *
 from shardwise.mindspore.nn.norms import *
-from shardwise.mindspore.nn.optimizer import ASGD, SGD, Momentum, Optimizer, Rprop
+from shardwise.mindspore.nn.optimizer import SGD, Momentum, Optimizer
 from shardwise.mindspore.nn.simple import *
 from shardwise.mindspore.nn.wrap import *
 from shardwise.mindspore.nn.wrapped import *
 
+Sequential = SequentialCell
 __all__ = [
-    "ASGD", "SGD", "Cell", "CellDict", "CellList", "DistributedGradReducer", "GraphCell", "Momentum", "Optimizer",
-    "Rprop", "SequentialCell",
+    "SGD", "Cell", "CellDict", "CellList", "DistributedGradReducer", "GraphCell", "Momentum", "Optimizer",
+    "Sequential", "SequentialCell",
 ]  # fmt: skip
 for _family in (activations, adaptive, layers, learning_rates, loss, norms, simple, wrap, wrapped):
     __all__ += _family.__all__

@@ -28,18 +28,13 @@ class _Formula(OfSettings):
     decays = True
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return _ByFormula(groups, self.step)
-
-    def step(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
-        decay = group["weight_decay"] if self.decays else 0.0
-        return self.update(state, p, g + decay * p if decay else g, group)
+        return _ByFormula(groups, self.update, self.decays)
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def kept(self, state: dict[str, Any], p: Tensor, **starts: float) -> list[Tensor]:
-        for name, start in starts.items():
-            state.setdefault(name, torch.full_like(p, start))
+        state |= {name: torch.full_like(p, start) for name, start in starts.items() if name not in state}
         return [state[name] for name in starts]
 
 
@@ -52,27 +47,26 @@ class _Moments(_Formula):
     }
 
     def moments(self, state: dict[str, Any], p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        if not state:
-            state |= {"step": 0, "moment1": torch.zeros_like(p), "moment2": torch.zeros_like(p)}
-        state["step"] += 1
-        m: Tensor = state["moment1"].mul_(self.beta1).add_(g, alpha=1 - self.beta1)
-        v: Tensor = state["moment2"].mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)
-        return m, v
+        state["step"] = state.get("step", 0) + 1
+        m, v = self.kept(state, p, moment1=0.0, moment2=0.0)
+        return m.mul_(self.beta1).add_(g, alpha=1 - self.beta1), v.mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)
 
 
 @sw.elementwise_optimizer
 class _ByFormula(torch.optim.Optimizer):
     """A torch optimizer that subtracts the result of ``update``. It supports shards: Lamb sums its norms itself."""
 
-    def __init__(self, groups: list[dict[str, Any]], update: Callable[..., Tensor]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], update: Callable[..., Tensor], decays: bool) -> None:
         super().__init__(groups, {})
-        self._update = update
+        self._update, self._decays = update, decays
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not supported
         for group in self.param_groups:
+            decay = group["weight_decay"] if self._decays else 0.0
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(self._update(self.state[p], p, p.grad.to(p.dtype), group))
+                    g = p.grad.to(p.dtype)
+                    p.sub_(self._update(self.state[p], p, g + decay * p if decay else g, group))
 
 
 class Adam(
@@ -135,10 +129,6 @@ class LazyAdam(Adam):
     """Adam; rows without a gradient are updated like the others, as gradients are dense here."""
 
 
-class AdamOffload(Adam):
-    """Adam on the parameter's device; the reference computes it on the host."""
-
-
 class AdaMax(_Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, loss_scale=1.0):
     """p -= lr / (1 - beta1^t) m / (u + eps), where u = max(beta2 u, |g|). (Kingma and Ba, 2015, section 7.)"""
 
@@ -158,19 +148,6 @@ class Adagrad(_Formula, accum=0.1, learning_rate=1e-3, update_slots=True, loss_s
         if self.update_slots:
             a.addcmul_(g, g)
         return group["lr"] * g / a.sqrt()
-
-
-class ProximalAdagrad(
-    _Formula, accum=0.1, learning_rate=1e-3, l1=0.0, l2=0.0, use_locking=False, loss_scale=1.0, weight_decay=0.0
-):
-    """Adagrad, followed by shrinking by lr ``l1`` and division by 1 + lr ``l2``, with lr divided by sqrt(a)."""
-
-    def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
-        (a,) = self.kept(state, p, accum=self.accum)
-        rate = group["lr"] / a.addcmul_(g, g).sqrt()
-        moved = p - rate * g
-        target = moved.sign() * (moved.abs() - rate * self.l1).clamp(min=0) / (1 + rate * self.l2)
-        return p - target
 
 
 class Adadelta(_Formula, learning_rate=1.0, rho=0.9, epsilon=1e-6, loss_scale=1.0, weight_decay=0.0):
@@ -257,6 +234,6 @@ class LARS(Optimizer):
 
 
 __all__ = [
-    "FTRL", "LARS", "AdaMax", "Adadelta", "Adagrad", "Adam", "AdamOffload", "AdamWeightDecay", "Lamb", "LazyAdam",
-    "ProximalAdagrad", "RMSProp",
+    "FTRL", "LARS", "AdaMax", "Adadelta", "Adagrad", "Adam", "AdamWeightDecay", "Lamb", "LazyAdam",
+    "RMSProp",
 ]  # fmt: skip

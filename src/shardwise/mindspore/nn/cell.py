@@ -174,7 +174,7 @@ class Cell(nn.Module):
         return self
 
     add_flags_recursive = set_jit_config = set_boost = set_broadcast_flag = set_acc = flatten_weights = add_flags
-    update_cell_type = set_param_ps = offload = add_flags
+    update_cell_type = set_param_ps = offload = set_grad = set_comm_fusion = add_flags
     phase = "train"  # kept for programs that read it
 
     @property
@@ -211,14 +211,10 @@ class Cell(nn.Module):
 
     # Children.
 
-    def cells(self) -> Iterator[nn.Module]:
-        return self.children()
+    cells, cells_and_names = nn.Module.children, nn.Module.named_modules
 
     def name_cells(self) -> dict[str, nn.Module]:
         return dict(self.named_children())
-
-    def cells_and_names(self) -> Iterator[tuple[str, nn.Module]]:
-        yield from self.named_modules()
 
     def insert_child_to_cell(self, name: str, cell: nn.Module) -> None:
         self.add_module(name, cell)
@@ -227,10 +223,6 @@ class Cell(nn.Module):
 
     def set_train(self, mode: bool = True) -> Cell:
         self.train(mode)
-        return self
-
-    def set_grad(self, requires_grad: bool = True) -> Cell:
-        """Do nothing; kept for programs that call it. Gradients are computed on request."""
         return self
 
     def to_float(self, dtype: torch.dtype) -> Cell:
@@ -268,10 +260,6 @@ class Cell(nn.Module):
     ) -> Any:
         """Set a strategy of the cell's inputs, outputs and parameters: see ``ms.shard``."""
         return shard(self, in_strategy, out_strategy, parameter_plan)
-
-    def set_comm_fusion(self, fusion_type: int) -> Cell:
-        """Do nothing: gradients are reduced in buckets of 25 MiB anyway."""
-        return self
 
     def set_data_parallel(self) -> Cell:
         """Let every operator of this cell without a strategy split its batch, whatever a search would choose."""
@@ -374,8 +362,7 @@ class SequentialCell(Cell, nn.Sequential):
 class CellList(nn.ModuleList):
     """A list of cells."""
 
-    def cells(self) -> Iterator[nn.Module]:
-        return self.children()
+    cells = nn.Module.children
 
     def __init__(self, *cells: Any) -> None:
         listed = cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else cells

@@ -21,8 +21,9 @@ class DistributedGradReducer:
     """All-reduce of gradients: their sum over the ranks, with ``mean`` divided by ``degree``.
 
     Gradients of one dtype share messages of at most 25 MiB, filled in their order. (The reference sends each by itself
-    unless fusion is configured.) The options comm_fusion and all_reduce_fusion_config change that. With
-    gradient_fp32_sync half precision is summed in float32.
+    unless fusion is configured.) The options comm_fusion and all_reduce_fusion_config and
+    ``set_cost_model_context(costmodel_allreduce_fusion_algorithm=...)`` change that. With gradient_fp32_sync half
+    precision is summed in float32.
 
     Args:
         parameters: the parameters of the gradients, in their order; a parameter with ``layerwise_parallel`` is every
@@ -86,6 +87,7 @@ class DistributedGradReducer:
 def fill_messages(grads: Sequence[Tensor], shared: Sequence[bool], options: Options) -> list[list[int]]:
     """Return the positions of gradients that share a message: of one dtype and device, as the options say."""
     cuts = options.fusion_cuts
+    limit = context.message_bytes(sum(grad.nbytes for grad, sent in zip(grads, shared, strict=True) if sent))
     messages: list[list[int]] = []
     open_messages: dict[object, tuple[list[int], int]] = {}
     for i, grad in enumerate(grads):
@@ -94,7 +96,7 @@ def fill_messages(grads: Sequence[Tensor], shared: Sequence[bool], options: Opti
         num_bytes = grad.numel() * grad.element_size()
         key = grad.dtype, grad.device, sum(cut < i for cut in cuts)
         positions, filled = open_messages.get(key, ([], 0))
-        if not positions or (not cuts and filled + num_bytes > options.bucket_bytes):
+        if not positions or (not cuts and filled + num_bytes > limit):
             positions, filled = [], 0
             messages.append(positions)
         positions.append(i)

@@ -17,18 +17,7 @@ from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops.images import (
-    AvgPool,
-    Conv2D,
-    Conv2DTranspose,
-    MaxPool,
-    Sizes,
-    grown,
-    pair,
-    pool,
-    same_padding,
-    transposed,
-)
+from shardwise.mindspore.ops import images
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
@@ -177,7 +166,7 @@ class _Convolution(Layer):
         self.register_parameter("bias", bias)
 
     def _sizes(self, name: str, value: Any) -> tuple[int, ...]:
-        return pair(name, value)
+        return images.pair(name, value)
 
 
 class _OfImages(_Convolution):
@@ -196,7 +185,7 @@ class Conv2d(_OfImages, **SIZES, **SHARED, data_format="NCHW", dtype=torch.float
 
     def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, data_format: str = "NCHW") -> None:
         super()._settle(weight_init, bias_init, dtype)
-        self.conv2d = Conv2D(
+        self.conv2d = images.Conv2D(
             self.out_channels, self.kernel_size, pad_mode=self.pad_mode, pad=self.padding, stride=self.stride,
             dilation=self.dilation, group=self.group, data_format=data_format,
         )  # fmt: skip
@@ -240,7 +229,7 @@ class Conv3d(_Convolution, **SIZES, **SHARED, data_format="NCDHW", dtype=torch.f
         sides = self.sides if self.pad_mode == "pad" else (0,) * 6
         if self.pad_mode == "same":
             reach = [(k - 1) * d + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True)]
-            sides = tuple(n for i in range(3) for n in same_padding(x.shape[2 + i], reach[i], self.stride[i]))
+            sides = tuple(n for i in range(3) for n in images.same_padding(x.shape[2 + i], reach[i], self.stride[i]))
         if any(sides):
             x = F.pad(x, (*sides[4:], *sides[2:4], *sides[:2]))
         return F.conv3d(x, self.weight, self.bias if self.has_bias else None, self.stride, 0, self.dilation, self.group)
@@ -255,8 +244,8 @@ class Conv3dTranspose(
     is_transposed = True
 
     def construct(self, x: Any) -> Any:
-        y = transposed(x, self.weight, self.stride, self.pad_mode, self.sides, self.output_padding, self.dilation,
-                       self.group)  # fmt: skip
+        sizes = self.stride, self.pad_mode, self.sides, self.output_padding, self.dilation, self.group
+        y = images.transposed(x, self.weight, *sizes)
         return y + self.bias.reshape(-1, 1, 1, 1) if self.has_bias else y
 
 
@@ -266,10 +255,10 @@ class Conv2dTranspose(_OfImages, **SIZES, output_padding=0, **SHARED, dtype=torc
 
     title, is_transposed = "Conv2dTranspose", True
 
-    def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, output_padding: Sizes = 0) -> None:
-        self.output_padding = pair("output_padding", output_padding, 0)
+    def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, output_padding: images.Sizes = 0) -> None:
+        self.output_padding = images.pair("output_padding", output_padding, 0)
         super()._settle(weight_init, bias_init, dtype)
-        self.conv2d_transpose = Conv2DTranspose(
+        self.conv2d_transpose = images.Conv2DTranspose(
             self.in_channels, self.kernel_size, self.pad_mode, self.padding, stride=self.stride,
             dilation=self.dilation, group=self.group,
         )  # fmt: skip
@@ -279,7 +268,7 @@ class Conv2dTranspose(_OfImages, **SIZES, output_padding=0, **SHARED, dtype=torc
         sizes = []
         for dim in (0, 1):
             reach, sides = (self.kernel_size[dim] - 1) * self.dilation[dim] + 1, operator.pad[2 * dim : 2 * dim + 2]
-            sizes.append(grown(x.shape[2 + dim], reach, self.stride[dim], operator.pad_mode, sides, 0)[1])
+            sizes.append(images.grown(x.shape[2 + dim], reach, self.stride[dim], operator.pad_mode, sides, 0)[1])
         x = operator(x, self.weight, (x.shape[0], self.out_channels, *sizes))
         x = self.bias_add(x, self.bias) if self.has_bias else x
         height, width = self.output_padding
@@ -311,13 +300,13 @@ class _Pool2d(Cell):
     """Pooling over windows of images. ``padding``: on both sides, with ``pad_mode="pad"``. Other settings
     (``dilation``, ``ceil_mode``, ``count_include_pad``, ``divisor_override``, ``return_indices``) are torch's."""
 
-    operator: type[MaxPool] | type[AvgPool]
+    operator: type[images.MaxPool] | type[images.AvgPool]
     attribute: str  # name of the attribute of the operator
     function: Any
 
     def __init__(
-        self, kernel_size: Sizes = 1, stride: Sizes = 1, pad_mode: str = "valid", padding: Sizes = 0,
-        data_format: str = "NCHW", **settings: Any,
+        self, kernel_size: images.Sizes = 1, stride: images.Sizes = 1, pad_mode: str = "valid",
+        padding: images.Sizes = 0, data_format: str = "NCHW", **settings: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         channels_first(type(self).__name__, data_format)
@@ -331,19 +320,19 @@ class _Pool2d(Cell):
         if self.is_plain:
             return operator(x)
         sizes = self.kernel_size, self.stride, self.pad_mode, self.padding
-        return operator(lambda x: pool(type(self).function, x, *sizes, **self.settings), x)
+        return operator(lambda x: images.pool(type(self).function, x, *sizes, **self.settings), x)
 
 
 class MaxPool2d(_Pool2d):
     """The largest element of each window."""
 
-    operator, attribute, function = MaxPool, "max_pool", staticmethod(F.max_pool2d)
+    operator, attribute, function = images.MaxPool, "max_pool", staticmethod(F.max_pool2d)
 
 
 class AvgPool2d(_Pool2d):
     """The mean of each window."""
 
-    operator, attribute, function = AvgPool, "avg_pool", staticmethod(F.avg_pool2d)
+    operator, attribute, function = images.AvgPool, "avg_pool", staticmethod(F.avg_pool2d)
 
 
 __all__ = [

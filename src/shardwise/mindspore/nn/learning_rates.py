@@ -10,7 +10,7 @@ import torch
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import from_on
-from shardwise.mindspore.named import Function, WithSettings, classes_of
+from shardwise.mindspore.named import Function, WithSettings, bound_to, classes_of, signature_of
 from shardwise.mindspore.tensor import Tensor
 
 
@@ -90,36 +90,34 @@ CLASSES = classes_of({
 }, _Cosine, __name__)  # fmt: skip
 
 
-def _of_epochs(schedule: Any, total_step: int, step_per_epoch: int, decay_epoch: int, *settings: Any) -> list[float]:
-    """Return the rates of a schedule by its name and settings, or of a function of the epoch, for every step."""
-    for name, value in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("epochs", decay_epoch)):
-        from_on(name, value, 1)
-    rate = CLASSES[schedule](*settings).construct if isinstance(schedule, str) else schedule
-    return [rate(step // step_per_epoch) for step in range(total_step)]
+def _by_epoch(name: str, kind: type[Any]) -> Callable[..., list[float]]:
+    """Return a schedule over epochs in place of steps, as a function that returns the rates of all steps."""
+    names = [setting.replace("_steps", "_epoch") for setting in kind.settings]
+    place = next(place for place, setting in enumerate(names) if setting in ("decay_epoch", "warmup_epoch"))
+    settings = dict(zip(names, kind.settings.values(), strict=True))
+    order = signature_of({**dict.fromkeys((*names[:place], "total_step", "step_per_epoch"), ...), **settings})
+
+    def rates(*args: Any, **kwargs: Any) -> list[float]:
+        chosen = bound_to(name, order, args, kwargs)
+        for word, value in (("total_step", chosen["total_step"]), ("step_per_epoch", chosen["step_per_epoch"]),
+                            ("epochs", chosen[names[place]])):  # fmt: skip
+            from_on(word, value, 1)
+        rate = kind(*(chosen[setting] for setting in names)).construct
+        return [rate(step // chosen["step_per_epoch"]) for step in range(chosen["total_step"])]
+
+    rates.__name__ = rates.__qualname__ = name
+    vars(rates)["__signature__"] = order
+    return rates
 
 
-# The schedules of these names over epochs instead of steps.
-LISTS: dict[str, Callable[..., list[float]]] = {
-    "cosine_decay_lr": lambda min_lr, max_lr, total_step, step_per_epoch, decay_epoch: _of_epochs(
-        "CosineDecayLR", total_step, step_per_epoch, decay_epoch, min_lr, max_lr, decay_epoch),
-    "exponential_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
-    _of_epochs("ExponentialDecayLR", total_step, step_per_epoch, decay_epoch, learning_rate, decay_rate, decay_epoch,
-               is_stair),
-    "inverse_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
-    _of_epochs("InverseDecayLR", total_step, step_per_epoch, decay_epoch, learning_rate, decay_rate, decay_epoch,
-               is_stair),
-    "natural_exp_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
-    _of_epochs("NaturalExpDecayLR", total_step, step_per_epoch, decay_epoch, learning_rate, decay_rate, decay_epoch,
-               is_stair),
-    "polynomial_decay_lr": lambda learning_rate, end_learning_rate, total_step, step_per_epoch, decay_epoch, power,
-    update_decay_epoch=False: _of_epochs(
-        "PolynomialDecayLR", total_step, step_per_epoch, decay_epoch, learning_rate, end_learning_rate, decay_epoch,
-        power, update_decay_epoch),
-    "warmup_lr": lambda learning_rate, total_step, step_per_epoch, warmup_epoch: _of_epochs(
-        "WarmUpLR", total_step, step_per_epoch, warmup_epoch, learning_rate, warmup_epoch),
+LISTS = {
+    name: _by_epoch(name, CLASSES[kind])
+    for name, kind in (
+        ("cosine_decay_lr", "CosineDecayLR"), ("exponential_decay_lr", "ExponentialDecayLR"),
+        ("inverse_decay_lr", "InverseDecayLR"), ("natural_exp_decay_lr", "NaturalExpDecayLR"),
+        ("polynomial_decay_lr", "PolynomialDecayLR"), ("warmup_lr", "WarmUpLR"),
+    )
 }  # fmt: skip
-for _name, _list in LISTS.items():
-    _list.__name__ = _list.__qualname__ = _name  # shown in errors about arguments
 globals().update(CLASSES | LISTS)
 
 __all__ = ["LearningRateSchedule", "piecewise_constant_lr", *CLASSES, *LISTS]

@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import within
-from shardwise.mindspore.named import Function, WithSettings, classes_of
+from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.ops.arithmetic import CLASSES as ELEMENTWISE
 from shardwise.mindspore.ops.indexing import OneHot
+from shardwise.mindspore.ops.of_torch import of_functions
 from shardwise.mindspore.ops.reductions import CLASSES as OPERATORS
 from shardwise.mindspore.ops.reductions import REDUCTIONS as OVER_DIMS
 from shardwise.mindspore.tensor import as_torch
@@ -89,21 +90,13 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
 
 # Labels are class indices over dim 1 (cross entropy also takes probabilities), or probabilities in binary ones.
 CLASSES = classes_of({
-    "BCELoss": lambda logits, labels, *, weight=None, reduction="mean": F.binary_cross_entropy(
-        logits, labels, weight, reduction=reduction),
-    "BCEWithLogitsLoss": lambda logits, labels, *, reduction="mean", weight=None, pos_weight=None:
-    F.binary_cross_entropy_with_logits(logits, labels, weight, reduction=reduction, pos_weight=pos_weight),
-    "CrossEntropyLoss": lambda logits, labels, *, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0:
-    F.cross_entropy(logits, labels if labels.is_floating_point() else labels.long(), weight, ignore_index=ignore_index,
-                    reduction=reduction, label_smoothing=label_smoothing),
+    **of_functions(TABLES["nn"]["losses_of_labels"]),
     "L1Loss": ("|logits - labels|", lambda logits, labels, *, reduction="mean": reduced(
         (logits - labels).abs(), reduction)),
     "MAELoss": ("|logits - labels|", lambda logits, labels, *, reduction="mean": reduced(
         (logits - labels).abs(), reduction)),
     "MSELoss": ("(logits - labels) squared.", lambda logits, labels, *, reduction="mean": reduced(
         (logits - labels).square(), reduction)),
-    "NLLLoss": lambda logits, labels, *, weight=None, ignore_index=-100, reduction="mean": F.nll_loss(
-        logits, labels.long(), weight, ignore_index=ignore_index, reduction=reduction),
     "SmoothL1Loss": (
         "0.5 d^2 / beta where d = |logits - labels| is below beta, else d - 0.5 beta. By default one loss per element.",
         lambda logits, labels, *, beta=1.0, reduction="none": F.smooth_l1_loss(

@@ -359,25 +359,6 @@ class SGD(OfSettings, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_dec
         return torch.optim.SGD(groups, momentum=momentum, dampening=dampening, nesterov=self.nesterov)
 
 
-class Rprop(OfSettings, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), weight_decay=0.0):
-    """Torch's Rprop: steps grow by ``etas[1]`` while the sign of a gradient stays, and shrink by ``etas[0]`` where it
-    changes, within ``step_sizes`` (Riedmiller and Braun 1993)."""
-
-    def _settle(self) -> None:
-        if self.weight_decay:
-            raise ValueError(problem(f"Rprop(weight_decay={self.weight_decay})", fix="0: only signs count"))
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.Rprop(groups, etas=self.etas, step_sizes=self.step_sizes)
-
-
-class ASGD(OfSettings, learning_rate=0.1, lambd=1e-4, alpha=0.75, t0=1e6, weight_decay=0.0):
-    """Torch's averaged stochastic gradient descent (Polyak and Juditsky 1992)."""
-
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.ASGD(groups, lambd=self.lambd, alpha=self.alpha, t0=self.t0)
-
-
 def opt_init_args_register(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a constructor unchanged; the reference records its arguments."""
     return fn

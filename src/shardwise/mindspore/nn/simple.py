@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from inspect import Signature
 from typing import Any
 
 import torch
@@ -10,13 +11,13 @@ from torch.nn import functional as F
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.mindspore.holding import as_gradient, holding_of, parameter_of
-from shardwise.mindspore.named import Function, WithSettings, classes_of
+from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of, parameters_of
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.loss import REDUCTIONS, LossOfFunction, reduced
 from shardwise.mindspore.ops.clip import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
-from shardwise.mindspore.ops.images import bilinear, interpolate, mirrored, pool
-from shardwise.mindspore.ops.simple import of_functions
+from shardwise.mindspore.ops.images import bilinear, mirrored, pool
+from shardwise.mindspore.ops.of_torch import of_functions
 from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import dtype_of
 
@@ -47,6 +48,17 @@ def _unpool(function: Function) -> Function:
     return lambda x, indices, output_size=None, *, kernel_size, stride=None, padding=0: function(
         x, indices, kernel_size, stride, padding, output_size
     )
+
+
+def _pool(row: str) -> Function:
+    """Return the table entry of a pooling: a function of torch, and the settings of the cell."""
+    name, *words = row.split()
+
+    def pooled(x: Any, *, kernel_size: Any, stride: Any, pad_mode: str, padding: Any, **settings: Any) -> Any:
+        return pool(getattr(F, name), x, kernel_size, stride, pad_mode, padding, **settings)
+
+    vars(pooled)["__signature__"] = Signature(parameters_of(["x", "*", *words]))
+    return pooled
 
 
 def _upsampled(x: Any, size: Any, factor: Any, align: bool, centers: bool) -> Any:
@@ -113,18 +125,19 @@ def _at_scales(img1: torch.Tensor, img2: torch.Tensor, power_factors: Any, **set
     return torch.stack(parts).prod(0).mean(1)
 
 
-def _slopes(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the differences between each pixel and the one below, and the one on the right; 0 at the ends."""
-    return F.pad(images.diff(dim=2), (0, 0, 0, 1)), F.pad(images.diff(dim=3), (0, 1))
+def _windows(x: torch.Tensor, ksizes: Any, strides: Any, rates: Any, padding: str) -> Any:
+    """Return the windows of images (N, C, H, W) as (N, rows * columns * C, H', W'), channels last within a window."""
+    (_, *kernel, _), (_, *stride, _), (_, *rate, _) = ksizes, strides, rates
+    if padding.lower() == "same":
+        spans = [(k - 1) * r + 1 for k, r in zip(kernel, rate, strict=True)]
+        missing = [max(0, (-(-n // s) - 1) * s + span - n)
+                   for n, s, span in zip(x.shape[2:], stride, spans, strict=True)]  # fmt: skip
+        x = F.pad(x, [side for n in reversed(missing) for side in (n // 2, n - n // 2)])
+    out = [(n - (k - 1) * r - 1) // s + 1 for n, k, r, s in zip(x.shape[2:], kernel, rate, stride, strict=True)]
+    windows = F.unfold(x, kernel, rate, 0, stride).unflatten(1, (x.shape[1], -1))
+    return windows.transpose(1, 2).reshape(len(x), -1, *out)
 
 
-def _middle(image: torch.Tensor, central_fraction: float) -> torch.Tensor:
-    begins = [int((size - size * central_fraction) / 2) for size in image.shape[-2:]]
-    height, width = (size - 2 * begin for size, begin in zip(image.shape[-2:], begins, strict=True))
-    return image[..., begins[0] : begins[0] + height, begins[1] : begins[1] + width]
-
-
-# Cells and losses that compute a function of ``ops.functions`` (``ops.simple.of_functions``).
 def _range(start: Any, limit: Any, delta: Any) -> torch.Tensor:
     """Return numbers from 0, or ``start``, up to ``limit``: int32, or float32 if one of them is a float."""
     first, end = (0, start) if limit is None else (start, limit)
@@ -132,32 +145,11 @@ def _range(start: Any, limit: Any, delta: Any) -> torch.Tensor:
     return numbers.to(torch.float32 if numbers.is_floating_point() else torch.int32)
 
 
-_CELLS_OF_FUNCTIONS = """
-    CELU=celu alpha=1.0; GLU=glu axis=-1; HShrink=hardshrink lambd=0.5; HardShrink=hardshrink lambd=0.5;
-    Hardtanh=hardtanh min_val=-1.0 max_val=1.0; LogSigmoid=logsigmoid; SeLU=selu; SoftShrink=soft_shrink lambd=0.5;
-    Softmin=softmin axis=-1; Softplus=softplus; Softsign=softsign; Tanhshrink=tanhshrink; LRN=lrn depth_radius=5
-    bias=1.0 alpha=1.0 beta=0.5 norm_region='ACROSS_CHANNELS'; AdaptiveAvgPool1d=adaptive_avg_pool1d output_size;
-    AdaptiveAvgPool2d=adaptive_avg_pool2d output_size; AdaptiveAvgPool3d=adaptive_avg_pool3d output_size;
-    AdaptiveMaxPool1d=adaptive_max_pool1d output_size; AdaptiveMaxPool2d=adaptive_max_pool2d output_size
-    return_indices=False; AdaptiveMaxPool3d=adaptive_max_pool3d output_size return_indices=False; LPPool1d=lp_pool1d
-    norm_type kernel_size stride=None ceil_mode=False; LPPool2d=lp_pool2d norm_type kernel_size stride=None
-    ceil_mode=False; ChannelShuffle=channel_shuffle groups; PixelShuffle=pixel_shuffle upscale_factor;
-    PixelUnshuffle=pixel_unshuffle downscale_factor; ReduceLogSumExp=logsumexp axis keep_dims=False;
-    PairwiseDistance=pairwise_distance p=2.0 eps=1e-6 keepdim=False; LGamma=lgamma; DiGamma=digamma;
-    MatInverse=inverse; MatDet=det; MatrixDiag=matrix_diag; MatrixDiagPart=matrix_diag_part;
-    MatrixSetDiag=matrix_set_diag"""
-_LOSSES_OF_FUNCTIONS = """
-    CosineEmbeddingLoss=cosine_embedding_loss margin=0.0 reduction='mean'; GaussianNLLLoss=gaussian_nll_loss full=False
-    eps=1e-6 reduction='mean'; HingeEmbeddingLoss=hinge_embedding_loss margin=1.0 reduction='mean';
-    HuberLoss=huber_loss reduction='mean' delta=1.0; KLDivLoss=kl_div reduction='mean';
-    MarginRankingLoss=margin_ranking_loss margin=0.0 reduction='mean';
-    MultiLabelSoftMarginLoss=multilabel_soft_margin_loss weight=None reduction='mean'; PoissonNLLLoss=poisson_nll_loss
-    log_input=True full=False eps=1e-8 reduction='mean'; SoftMarginLoss=soft_margin_loss reduction='mean'"""
 CELLS: dict[str, Any] = {
-    **of_functions(_CELLS_OF_FUNCTIONS),
+    **of_functions(TABLES["nn"]["cells"]),
     # -- image quality
-    "CentralCrop": lambda image, *, central_fraction: _middle(image, central_fraction),
-    "ImageGradients": lambda images: _slopes(images),
+    "ImageGradients": lambda images: (  # between a pixel and the one below, and the one on the right
+        F.pad(images.diff(dim=2), (0, 0, 0, 1)), F.pad(images.diff(dim=3), (0, 1))),
     "MSSSIM": lambda img1, img2, *, max_val=1.0, power_factors=(0.0448, 0.2856, 0.3001, 0.2363, 0.1333), filter_size=11,
     filter_sigma=1.5, k1=0.01, k2=0.03: _at_scales(
         img1, img2, power_factors, max_val=max_val, filter_size=filter_size, filter_sigma=filter_sigma, k1=k1, k2=k2),
@@ -168,19 +160,8 @@ CELLS: dict[str, Any] = {
     "Softmax2d": lambda x: torch.softmax(x, -3),
     "Threshold": lambda x, *, threshold, value: F.threshold(x, threshold, value),
     # -- pooling
-    "AvgPool1d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, ceil_mode=False,
-    count_include_pad=True: pool(F.avg_pool1d, x, kernel_size, stride, pad_mode, padding, ceil_mode=ceil_mode,
-                                 count_include_pad=count_include_pad),
-    "MaxPool1d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, dilation=1, return_indices=False,
-    ceil_mode=False: pool(F.max_pool1d, x, kernel_size, stride, pad_mode, padding, dilation=dilation,
-                          return_indices=return_indices, ceil_mode=ceil_mode),
-    "AvgPool3d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, ceil_mode=False,
-    count_include_pad=True, divisor_override=None: pool(
-        F.avg_pool3d, x, kernel_size, stride, pad_mode, padding, ceil_mode=ceil_mode,
-        count_include_pad=count_include_pad, divisor_override=divisor_override),
-    "MaxPool3d": lambda x, *, kernel_size=1, stride=1, pad_mode="valid", padding=0, dilation=1, return_indices=False,
-    ceil_mode=False: pool(F.max_pool3d, x, kernel_size, stride, pad_mode, padding, dilation=dilation,
-                          return_indices=return_indices, ceil_mode=ceil_mode),
+    "Unfold": lambda x, *, ksizes, strides, rates, padding="valid": _windows(x, ksizes, strides, rates, padding),
+    **{name: _pool(row) for name, _, row in (row.strip().partition("=") for row in TABLES["nn"]["pooling"].split(";"))},
     **{f"MaxUnpool{dims}d": _unpool(getattr(F, f"max_unpool{dims}d")) for dims in (1, 2, 3)},
     # -- shapes
     **{f"ConstantPad{dims}d": _constant_pad(dims) for dims in (1, 2, 3)},
@@ -197,8 +178,6 @@ CELLS: dict[str, Any] = {
     "Range": lambda *, start, limit=None, delta=1: _range(start, limit, delta),
     "Roll": lambda x, *, shift_size, shift_axis: torch.roll(x, shift_size, shift_axis),
     "Unflatten": lambda x, *, axis, unflattened_size: torch.unflatten(x, axis, tuple(unflattened_size)),
-    "Upsample": lambda x, *, size=None, scale_factor=None, mode="nearest", align_corners=None,
-    recompute_scale_factor=None: interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor),
     "ZeroPad2d": lambda x, *, padding: _padded(x, padding, "constant", 0.0, 2),
     # -- others
     "ClipByNorm": lambda x, clip_norm, *, axis=None: _clipped(x, clip_norm, axis),
@@ -211,13 +190,10 @@ CELLS: dict[str, Any] = {
         "one_hot"](indices, depth, on_value, off_value, axis).to(dtype_of(dtype)),
     "Tril": lambda x, k=0: torch.tril(x, k), "Triu": lambda x, k=0: torch.triu(x, k),
     # -- random
-    "Dropout1d": lambda x, *, p=0.5, training=False: F.dropout1d(x, p, training),
-    "Dropout2d": lambda x, *, p=0.5, training=False: F.dropout2d(x, p, training),
-    "Dropout3d": lambda x, *, p=0.5, training=False: F.dropout3d(x, p, training),
     "RReLU": lambda x, *, lower=1 / 8, upper=1 / 3, training=False: F.rrelu(x, lower, upper, training),
 }  # fmt: skip
 LOSSES: dict[str, Function] = {
-    **of_functions(_LOSSES_OF_FUNCTIONS),
+    **of_functions(TABLES["nn"]["losses"]),
     "CTCLoss": lambda log_probs, targets, input_lengths, target_lengths, *, blank=0, reduction="mean",
     zero_infinity=False: F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
     "DiceLoss": lambda logits, labels, *, smooth=1e-5: _dice(logits, labels, smooth),

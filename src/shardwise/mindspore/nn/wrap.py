@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -165,40 +166,6 @@ def training_cell(network: nn.Module, optimizer: Optimizer, manager: Any) -> Tra
     return TrainOneStepCell(network, optimizer, float(manager.get_loss_scale()))
 
 
-class ForwardValueAndGrad(Cell):
-    """A network that also returns the gradients of its weights (``get_by_list=True``)."""
-
-    def __init__(
-        self, network: nn.Module, weights: Any = None, get_all: bool = False, get_by_list: bool = False,
-        sens_param: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.network, self.sens_param = network, sens_param
-        self.weights = tuple(network.parameters() if weights is None else weights)
-        if get_all or not get_by_list:
-            what = f"ForwardValueAndGrad(get_all={get_all}, get_by_list={get_by_list})"
-            raise NotImplementedError(
-                problem(what, fix="get_by_list=True, or ms.value_and_grad(network, grad_position, weights)")
-            )
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        inputs, sens = (inputs[:-1], float(inputs[-1])) if self.sens_param else (inputs, 1.0)
-        return differentiate(self.network, inputs, kwargs, self.weights, sens)
-
-
-class WithGradCell(Cell):
-    """A network that returns the gradients of its loss with respect to its weights."""
-
-    def __init__(self, network: nn.Module, loss_fn: Any = None, sens: float | None = None) -> None:
-        super().__init__()
-        self.network = network if loss_fn is None else WithLossCell(network, loss_fn)
-        self.sens = 1.0 if sens is None else float(sens)
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        weights = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
-        return differentiate(self.network, inputs, kwargs, weights, self.sens)[1]
-
-
 class MicroBatchInterleaved(Cell):
     """A network that runs on ``interleave_num`` parts of its batch in turn and returns the sum of the results."""
 
@@ -222,18 +189,6 @@ class TimeDistributed(Cell):
 
     def construct(self, inputs: Any) -> Any:
         return torch.stack([self.layer(step) for step in inputs.unbind(self.time_axis)], self.time_axis)
-
-
-class ParameterUpdate(Cell):
-    """An assignment: ``ParameterUpdate(param)(value)`` sets the parameter's values and returns it."""
-
-    def __init__(self, param: Any) -> None:
-        super().__init__()
-        self._parameter = (param,)
-
-    def construct(self, x: Any) -> Any:
-        with torch.no_grad():
-            return self._parameter[0].copy_(x)
 
 
 class PipelineCell(Cell):
@@ -266,11 +221,29 @@ def _VirtualDatasetCell(backbone: nn.Module) -> nn.Module:
     return backbone
 
 
-VirtualDatasetCellTriple = _VirtualDatasetCell
-
-
 class GradAccumulationCell(PipelineCell):
     """A step without stages: it sums gradients over ``micro_size`` parts of a batch and updates once."""
+
+
+class GradientAccumulation(Cell):
+    """Accumulation of gradients (``mindspore.boost``): ``GradientAccumulation(steps, optimizer)(loss, grads)`` adds up
+    gradients, each divided by the number of steps, and updates the parameters at every last step."""
+
+    def __init__(self, max_accumulation_step: int, optimizer: Any) -> None:
+        super().__init__()
+        self._steps, self._optimizer = from_on("max_accumulation_step", max_accumulation_step, 1), optimizer
+        self._taken = 0
+        self._sums: list[torch.Tensor] = []
+
+    def __call__(self, loss: Any, grads: Sequence[torch.Tensor]) -> Any:
+        """Return the loss."""
+        parts = [grad.detach() / self._steps for grad in grads]
+        self._sums = [a + b for a, b in zip(self._sums, parts, strict=True)] if self._taken else parts
+        self._taken += 1
+        if self._taken == self._steps:
+            self._optimizer(tuple(self._sums))
+            self._taken = 0
+        return loss
 
 
 class PipelineGradReducer(Cell):
@@ -289,8 +262,7 @@ class PipelineGradReducer(Cell):
 
 
 __all__ = [
-    "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "ForwardValueAndGrad", "GradAccumulationCell",
-    "MicroBatchInterleaved", "ParameterUpdate", "PipelineCell", "PipelineGradReducer", "TimeDistributed",
-    "TrainOneStepCell", "TrainOneStepWithLossScaleCell", "VirtualDatasetCellTriple",
-    "WithEvalCell", "WithGradCell", "WithLossCell",
+    "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "GradAccumulationCell",
+    "MicroBatchInterleaved", "PipelineCell", "PipelineGradReducer", "TimeDistributed",
+    "TrainOneStepCell", "TrainOneStepWithLossScaleCell", "WithEvalCell", "WithLossCell",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import generator
-from shardwise.mindspore.named import constructor
+from shardwise.mindspore.named import bound_to, constructor, signature_of
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.tensor import Parameter
 
@@ -94,15 +94,11 @@ class _Recurrent(Wrapped):
         return padded, state
 
 
-_STEPS: dict[str, Callable[..., Any]] = {
-    "LSTM": torch.lstm_cell, "GRU": torch.gru_cell, "RNN_TANH": torch.rnn_tanh_cell, "RNN_RELU": torch.rnn_relu_cell,
-}  # fmt: skip
-
-
 def _by_steps(module: Any, x: Any, hx: Any, lengths: Any) -> tuple[Any, Any]:
     """Run a recurrent module step by step over rows of different lengths. After the end of a row its state stays and
     its output is 0."""
     is_lstm, both = module.mode == "LSTM", 2 if module.bidirectional else 1
+    step = getattr(torch, f"{module.mode.lower()}_cell")
     rows = x.transpose(0, 1) if module.batch_first else x
     lives = (torch.arange(len(rows)).unsqueeze(1) < lengths).unsqueeze(-1)
     zeros = rows.new_zeros(module.num_layers * both, rows.shape[1], module.hidden_size)
@@ -116,7 +112,7 @@ def _by_steps(module: Any, x: Any, hx: Any, lengths: Any) -> tuple[Any, Any]:
             state = tuple(part[layer * both + side] for part in before)
             outputs = {}
             for t in range(len(rows))[:: -1 if side else 1]:
-                new = _STEPS[module.mode](rows[t], state if is_lstm else state[0], *weights)
+                new = step(rows[t], state if is_lstm else state[0], *weights)
                 new = new if is_lstm else (new,)
                 state = tuple(torch.where(lives[t], updated, old) for updated, old in zip(new, state, strict=True))
                 outputs[t] = torch.where(lives[t], new[0], 0.0)
@@ -129,17 +125,6 @@ def _by_steps(module: Any, x: Any, hx: Any, lengths: Any) -> tuple[Any, Any]:
     return rows.transpose(0, 1) if module.batch_first else rows, last if is_lstm else last[0]
 
 
-def _transformer_layer(kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    def make(
-        d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1, activation: Any = "relu",
-        layer_norm_eps: float = 1e-5, batch_first: bool = False, norm_first: bool = False, dtype: Any = None,
-    ) -> nn.Module:  # fmt: skip
-        settings = (dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first)
-        return kind(d_model, nhead, *settings, dtype=dtype)
-
-    return make
-
-
 def _filled(module: nn.Module, **inits: Any) -> nn.Module:
     """Initialise parameters of a module again, where ``inits`` are not None."""
     for name, init in inits.items():
@@ -149,42 +134,45 @@ def _filled(module: nn.Module, **inits: Any) -> nn.Module:
     return module
 
 
-def _inner(layer: Any) -> Any:
-    return getattr(layer, "module", layer)
+def _maker(kind: type[nn.Module], arguments: dict[str, Any], **fixed: Any) -> Callable[..., nn.Module]:
+    """Return a function that makes a torch module of the reference's arguments, which are torch's but for has_bias."""
+    order = signature_of(arguments)
+
+    def make(*args: Any, **kwargs: Any) -> nn.Module:
+        chosen = bound_to(kind.__name__, order, args, kwargs)
+        inner = {name: getattr(value, "module", value) for name, value in chosen.items()}  # of layers of this file
+        return kind(**{"bias" if name == "has_bias" else name: value for name, value in inner.items()}, **fixed)
+
+    vars(make)["__signature__"] = order
+    return make
 
 
+_CELL = {"input_size": ..., "hidden_size": ..., "has_bias": True}
+_LAYERS = {"input_size": ..., "hidden_size": ..., "num_layers": 1, "has_bias": True, "batch_first": False,
+           "dropout": 0.0, "bidirectional": False, "dtype": torch.float32}  # fmt: skip
+_ORDER = {"layer_norm_eps": 1e-5, "batch_first": False, "norm_first": False, "dtype": None}
+_BLOCK = {"d_model": ..., "nhead": ..., "dim_feedforward": 2048, "dropout": 0.1, "activation": "relu", **_ORDER}
 WRAPPED: dict[str, Callable[..., nn.Module]] = {
     "BiDense": lambda in1_channels, in2_channels, out_channels, weight_init=None, bias_init=None, has_bias=True,
     dtype=None: _filled(nn.Bilinear(in1_channels, in2_channels, out_channels, has_bias, dtype=dtype),
                         weight=weight_init, bias=bias_init),
-    "GRUCell": lambda input_size, hidden_size, has_bias=True, dtype=None: nn.GRUCell(
-        input_size, hidden_size, has_bias, dtype=dtype),
-    "LSTMCell": lambda input_size, hidden_size, has_bias=True, dtype=None: nn.LSTMCell(
-        input_size, hidden_size, has_bias, dtype=dtype),
-    "RNNCell": lambda input_size, hidden_size, has_bias=True, nonlinearity="tanh", dtype=None: nn.RNNCell(
-        input_size, hidden_size, has_bias, nonlinearity, dtype=dtype),
-    "MultiheadAttention": lambda embed_dim, num_heads, dropout=0.0, has_bias=True, add_bias_kv=False,
-    add_zero_attn=False, kdim=None, vdim=None, batch_first=False, dtype=None: nn.MultiheadAttention(
-        embed_dim, num_heads, dropout, has_bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, dtype=dtype),
-    "TransformerEncoderLayer": _transformer_layer(nn.TransformerEncoderLayer),
-    "TransformerDecoderLayer": _transformer_layer(nn.TransformerDecoderLayer),
-    "TransformerEncoder": lambda encoder_layer, num_layers, norm=None: nn.TransformerEncoder(
-        _inner(encoder_layer), num_layers, norm, enable_nested_tensor=False),
-    "TransformerDecoder": lambda decoder_layer, num_layers, norm=None: nn.TransformerDecoder(
-        _inner(decoder_layer), num_layers, norm),
-    "Transformer": lambda d_model=512, nhead=8, num_encoder_layers=6, num_decoder_layers=6, dim_feedforward=2048,
-    dropout=0.1, activation="relu", custom_encoder=None, custom_decoder=None, layer_norm_eps=1e-5, batch_first=False,
-    norm_first=False, dtype=None: nn.Transformer(
-        d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout, activation,
-        _inner(custom_encoder), _inner(custom_decoder), layer_norm_eps, batch_first, norm_first, dtype=dtype),
+    "GRUCell": _maker(nn.GRUCell, {**_CELL, "dtype": None}),
+    "LSTMCell": _maker(nn.LSTMCell, {**_CELL, "dtype": None}),
+    "RNNCell": _maker(nn.RNNCell, {**_CELL, "nonlinearity": "tanh", "dtype": None}),
+    "MultiheadAttention": _maker(nn.MultiheadAttention, {
+        "embed_dim": ..., "num_heads": ..., "dropout": 0.0, "has_bias": True, "add_bias_kv": False,
+        "add_zero_attn": False, "kdim": None, "vdim": None, "batch_first": False, "dtype": None}),
+    "TransformerEncoderLayer": _maker(nn.TransformerEncoderLayer, _BLOCK),
+    "TransformerDecoderLayer": _maker(nn.TransformerDecoderLayer, _BLOCK),
+    "TransformerEncoder": _maker(nn.TransformerEncoder, {"encoder_layer": ..., "num_layers": ..., "norm": None},
+                                 enable_nested_tensor=False),
+    "TransformerDecoder": _maker(nn.TransformerDecoder, {"decoder_layer": ..., "num_layers": ..., "norm": None}),
+    "Transformer": _maker(nn.Transformer, {
+        "d_model": 512, "nhead": 8, "num_encoder_layers": 6, "num_decoder_layers": 6, "dim_feedforward": 2048,
+        "dropout": 0.1, "activation": "relu", "custom_encoder": None, "custom_decoder": None, **_ORDER}),
 }  # fmt: skip
 RECURRENT: dict[str, Callable[..., nn.Module]] = {
-    "GRU": lambda input_size, hidden_size, num_layers=1, has_bias=True, batch_first=False, dropout=0.0,
-    bidirectional=False, dtype=torch.float32: nn.GRU(
-        input_size, hidden_size, num_layers, has_bias, batch_first, dropout, bidirectional, dtype=dtype),
-    "LSTM": lambda input_size, hidden_size, num_layers=1, has_bias=True, batch_first=False, dropout=0.0,
-    bidirectional=False, dtype=torch.float32: nn.LSTM(
-        input_size, hidden_size, num_layers, has_bias, batch_first, dropout, bidirectional, dtype=dtype),
+    "GRU": _maker(nn.GRU, _LAYERS), "LSTM": _maker(nn.LSTM, _LAYERS),
     "RNN": lambda input_size, hidden_size, num_layers=1, has_bias=True, batch_first=False, dropout=0.0,
     bidirectional=False, dtype=torch.float32, *, nonlinearity="tanh": nn.RNN(
         input_size, hidden_size, num_layers, nonlinearity, has_bias, batch_first, dropout, bidirectional, dtype=dtype),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from shardwise.mindspore.named import classes_of
+from shardwise.mindspore.named import TABLES, classes_of
+from shardwise.mindspore.ops.of_torch import of_functions
 from shardwise.mindspore.ops.primitive import Names, Simple, counted
 from shardwise.mindspore.strict import Strategy
 
@@ -40,26 +40,9 @@ def _minimum(x: Any, y: Any) -> torch.Tensor:
     return x.clamp(max=y) if isinstance(x, torch.Tensor) else y.clamp(max=x)
 
 
-def _truncated(x: Any, y: Any) -> torch.Tensor:
-    """Return the remainder with the sign of ``x``, as in C."""
-    return torch.fmod(*(v if isinstance(v, torch.Tensor) else torch.as_tensor(v) for v in (x, y)))
-
-
 ELEMENTS: dict[str, Any] = {
-    **{name: getattr(torch, name.lower()) for name in (
-        "ACos", "Abs", "Asin", "Atan", "Atan2", "Ceil", "Cos", "Cosh", "Erf", "Erfc", "Exp", "Expm1", "Floor",
-        "IsFinite", "IsInf", "IsNan", "Log", "Log1p", "Neg", "ReLU", "Reciprocal", "Round", "Rsqrt", "Sigmoid", "Sign",
-        "Sin", "Sinh", "Sqrt", "Square", "Tan", "Tanh")},
-    "Inv": torch.reciprocal, "LogicalAnd": torch.logical_and, "LogicalNot": torch.logical_not,
-    "LogicalOr": torch.logical_or, "OnesLike": torch.ones_like, "Rint": torch.round, "Select": torch.where,
-    "ZerosLike": torch.zeros_like,
-    "GeLU": lambda x: F.gelu(x, approximate="tanh"), "HSigmoid": F.hardsigmoid, "HSwish": F.hardswish, "Mish": F.mish,
-    "ReLU6": F.relu6, "SeLU": F.selu, "Softplus": F.softplus,
-    "Add": operator.add, "TensorAdd": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": operator.truediv,
-    "RealDiv": operator.truediv, "Mod": _truncated, "FloorMod": operator.mod, "Pow": operator.pow,
-    "FloorDiv": lambda x, y: torch.div(x, y, rounding_mode="floor"), "Maximum": _maximum, "Minimum": _minimum,
-    "Equal": operator.eq, "NotEqual": operator.ne, "Greater": operator.gt, "GreaterEqual": operator.ge,
-    "Less": operator.lt, "LessEqual": operator.le,
+    **of_functions(TABLES["ops"]["elements"]),
+    "GeLU": lambda x: F.gelu(x, approximate="tanh"), "Maximum": _maximum, "Minimum": _minimum,
     "Cast": ("A cast: ``Cast()(x, dtype)``. Its own strategy has an effect; the reference ignores it.",
              lambda x, dtype: (x if isinstance(x, torch.Tensor) else torch.as_tensor(x)).to(dtype)),
     "Elu": ("x above 0, else alpha * (exp(x) - 1).", lambda x, *, alpha=1.0: F.elu(x, alpha)),

@@ -38,11 +38,7 @@ def clip_by_global_norm(
         raise TypeError(problem(f"clip_by_global_norm of {type(x).__name__}", fix="give a tuple or list of tensors"))
     if number("clip_norm", clip_norm) <= 0:
         raise ValueError(problem(f"clip_norm is {clip_norm}", fix="give a number above 0"))
-    norm = torch.as_tensor(use_norm) if use_norm is not None else split_norm(x)
-    if norm is None:
-        dtype = torch.promote_types(x[0].dtype, torch.float32)
-        parts = [torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, dtype)) for tensor in x]
-        norm = torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]))
+    norm = torch.as_tensor(use_norm) if use_norm is not None else _norm(x)
     factor = clip_norm / norm.clamp(min=clip_norm)
     return tuple(as_gradient((t * factor.to(t.device)).to(t.dtype), parameter_of(t)) for t in x)
 
@@ -51,15 +47,26 @@ def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfi
     """Scale tensors so that their common norm is at most ``max_norm``. Split gradients are handled as in
     ``clip_by_global_norm``."""
     listed = [x] if isinstance(x, Tensor) else list(x)
-    norm = split_norm(listed, norm_type)
-    if norm is None:
-        parts = torch.stack([torch.linalg.vector_norm(t, norm_type) for t in listed])
-        norm = torch.linalg.vector_norm(parts, norm_type)
+    norm = _norm(listed, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(problem(f"the norm is {float(norm)}", fix="error_if_nonfinite=False"))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     scaled = [as_gradient((t * factor).to(t.dtype), parameter_of(t)) for t in listed]
     return scaled[0] if isinstance(x, Tensor) else type(x)(scaled)
+
+
+def _norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norm of all elements together, in float32 at least; of split gradients that of the whole ones. Raises
+    ValueError where there are none."""
+    if not x:
+        raise ValueError(problem("clipping by the norm of no tensors", fix="give at least one tensor"))
+    norm = split_norm(x, order)
+    if norm is not None:
+        return norm
+    dtype = torch.promote_types(x[0].dtype, torch.float32)
+    parts = [torch.linalg.vector_norm(t, order, dtype=torch.promote_types(t.dtype, dtype)) for t in x]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]), order)
+    return whole
 
 
 def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:

@@ -7,7 +7,6 @@ Therefore the backward of an operator is a collective as well. A group of one ra
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,12 +30,7 @@ class ReduceOp:
 
 
 REDUCTIONS = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PROD)
-
-
-def counting() -> AbstractContextManager[list[rank_groups.RecordedExchange]]:
-    """Record the exchanges of this process's operators, their gradients and gradient reducers within the context, as a
-    list of (kind, ranks, bytes)."""
-    return rank_groups.record_exchanges()
+counting = rank_groups.record_exchanges  # also of gradients and of gradient reducers
 
 
 class _Communication(WithSettings, Primitive):
@@ -51,6 +45,9 @@ class _Communication(WithSettings, Primitive):
             of_type(f"{type(self).__name__}: the group", group, str, fix)
         self._given = group
         vars(self).update(values)
+        op = values.get("op", ReduceOp.SUM)
+        if of_type(f"{self.name}: op", op, str, "give ReduceOp.SUM") not in REDUCTIONS:
+            raise ValueError(problem(f'{self.name}: there is no reduction "{op}"', fix=closest(op, REDUCTIONS)))
 
     @property
     def group(self) -> str:
@@ -84,9 +81,6 @@ class AllReduce(_Communication, op=ReduceOp.SUM, group=None):
     reference uses the extremum's gradient there, which is not a product's.)
     """
 
-    def _settle(self) -> None:
-        _check_reduction("AllReduce", self.op)
-
     def __call__(self, input_x: Tensor) -> Tensor:
         return _all_reduce(input_x, self.op, self._members())
 
@@ -101,9 +95,6 @@ class AllGather(_Communication, group=None):
 class ReduceScatter(_Communication, op=ReduceOp.SUM, group=None):
     """Rank i's i-th part, along dim 0, of the ranks' reduced tensors. The gradient of a sum is the AllGather of the
     cotangents; other reductions have no gradient."""
-
-    def _settle(self) -> None:
-        _check_reduction("ReduceScatter", self.op)
 
     def __call__(self, input_x: Tensor) -> Tensor:
         group = self._members()
@@ -212,11 +203,6 @@ class _Neighbors(torch.autograd.Function):
 
 
 _exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
-
-
-def _check_reduction(operator: str, op: str) -> None:
-    if of_type(f"{operator}: op", op, str, "give ReduceOp.SUM") not in REDUCTIONS:
-        raise ValueError(problem(f'{operator}: there is no reduction "{op}"', fix=closest(op, REDUCTIONS)))
 
 
 # -------------------------------------------------------------------------------------------------------- gradients

@@ -15,11 +15,11 @@ from shardwise.errors import problem
 from shardwise.mindspore import calls, context, engine, strict
 from shardwise.mindspore.holding import PARAMETERS, as_gradient, averaged_over
 from shardwise.mindspore.layout import as_counts
-from shardwise.mindspore.library import MARKS
+from shardwise.mindspore.library import MARKS, in_reference_mode
 from shardwise.mindspore.loss_scale import note_overflow
 from shardwise.mindspore.ops.primitive import counted, laid
 from shardwise.mindspore.planning import STRATEGIES
-from shardwise.mindspore.tensor import Tensor, as_ours, plain
+from shardwise.mindspore.tensor import as_ours, plain
 
 # Whether a call is inside a function that value_and_grad differentiates, or that torch.func transforms.
 _DIFFERENTIATED: ContextVar[bool] = ContextVar("shardwise_differentiated", default=False)
@@ -43,7 +43,8 @@ def differentiate(
         own_inputs, own_kwargs = pytree.tree_map(plain, (tuple(inputs), kwargs))
         split, result = engine.run(network, own_inputs, own_kwargs, sens)
     else:
-        result = network(*inputs, **kwargs)
+        with calls.set_within(_DIFFERENTIATED, True):
+            result = network(*inputs, **kwargs)
     loss = result[0] if isinstance(result, (tuple, list)) else result
     if loss.requires_grad:  # not where every weight is frozen
         (loss.sum() * sens if sens != 1.0 else loss.sum()).backward()
@@ -78,7 +79,7 @@ def value_and_grad(
         grad_position: positions of the inputs by which to differentiate.
         weights: parameters by which to differentiate.
         has_aux: differentiate only the first output; else the sum of all outputs.
-        return_ids: return each gradient as a pair with its input's position or its parameter's name (``get_grad``).
+        return_ids: return each gradient as a pair with its input's position or its parameter's name.
     """
     positions = (grad_position,) if isinstance(grad_position, int) else tuple(grad_position or ())
     listed = None if weights is None else ((weights,) if isinstance(weights, nn.Parameter) else tuple(weights))
@@ -94,7 +95,12 @@ def value_and_grad(
         if _TRANSFORMED.get() and listed is None:  # torch.func's tensors have no requires_grad_
             result, of_inputs = _transformed(partial(fn, **kwargs), inputs, positions, has_aux)
             return result, labelled(positions, of_inputs, isinstance(grad_position, int))
-        is_inner = _DIFFERENTIATED.get() or any(inputs[position].requires_grad for position in positions)
+        is_inner = (
+            _DIFFERENTIATED.get()
+            or torch.compiler.is_exporting()
+            or in_reference_mode()
+            or any(inputs[position].requires_grad for position in positions)
+        )
         for position in positions:
             if not (is_inner and inputs[position].requires_grad):
                 inputs[position] = inputs[position].detach().requires_grad_()
@@ -102,11 +108,8 @@ def value_and_grad(
         before = [tensor.grad for tensor in listed or ()]
         for tensor in targets:
             tensor.grad = None
-        token = _DIFFERENTIATED.set(True)
-        try:
+        with calls.set_within(_DIFFERENTIATED, True):
             result = fn(*map(as_ours, inputs), **kwargs)
-        finally:
-            _DIFFERENTIATED.reset(token)
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         losses = outputs[:1] if has_aux else outputs
         for loss in losses:
@@ -125,7 +128,7 @@ def value_and_grad(
         note_overflow((total, *grads))
         for tensor, grad in zip(listed or (), before, strict=True):
             tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # the tensor may be split by now
-        as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)
+        as_tensors = tuple(map(as_ours, grads))
         input_grads, others = as_tensors[: len(positions)], as_tensors[len(positions) :]
         first = labelled(positions, input_grads, isinstance(grad_position, int)) if positions else ()
         of_weights = labelled((p.name for p in listed or ()), tuple(map(as_gradient, others, listed or ())), False)
@@ -147,23 +150,6 @@ def grad(
         return (grads, tuple(value[1:])) if has_aux else grads
 
     return gradient
-
-
-def get_grad(gradients: Any, identifier: Any) -> Any:
-    """Return one gradient of ``grad(..., return_ids=True)``: that of an input, by its position, or of a parameter."""
-    key = getattr(identifier, "name", identifier)
-    pairs, pending = [], [gradients]
-    while pending:
-        entry = pending.pop()
-        if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], (int, str)):
-            pairs.append(entry)
-        elif isinstance(entry, tuple):
-            pending += entry
-    for name, gradient in pairs:
-        if name == key:
-            return gradient
-    names = ", ".join(str(name) for name, _ in pairs) or "none: give grad return_ids=True"
-    raise RuntimeError(problem(f"there is no gradient of {key!r}", fix=f"one of {names}"))
 
 
 def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: Any = None, **settings: Any) -> Any:
@@ -245,12 +231,8 @@ def _plainly(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any
     tuple of the others."""
 
     def call(*args: Any) -> Any:
-        token = _TRANSFORMED.set(True)
-        try:
-            with calls.inside():
-                result = fn(*args)
-        finally:
-            _TRANSFORMED.reset(token)
+        with calls.set_within(_TRANSFORMED, True), calls.inside():
+            result = fn(*args)
         return (result[0], tuple(result[1:])) if has_aux else result
 
     return call
@@ -324,6 +306,5 @@ def stop_gradient(value: torch.Tensor) -> torch.Tensor:
 
 
 __all__ = [
-    "depend", "differentiate", "get_grad", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard", "stop_gradient",
-    "value_and_grad", "vjp", "vmap",
+    "depend", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard", "stop_gradient", "value_and_grad", "vjp", "vmap",
 ]  # fmt: skip

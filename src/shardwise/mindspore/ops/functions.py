@@ -1,4 +1,5 @@
-"""Operators as functions: ``ops.matmul(x, y)``, one line each, over torch, with the reference's argument names.
+"""Operators as functions: ``ops.matmul(x, y)``, with the reference's argument names. Those that are one function of
+torch are rows of data (``of_torch``).
 
 They carry no strategy: ``ms.shard`` adds one. Argument names that differ between the reference's versions are all
 accepted (``named.WORDS``).
@@ -6,32 +7,31 @@ accepted (``named.WORDS``).
 
 from __future__ import annotations
 
+import math
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore import calls
+from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.common.seed import drawn
-from shardwise.mindspore.named import Function, translated
+from shardwise.mindspore.named import TABLES, Function, absent, translated
 from shardwise.mindspore.ops import indexing
+from shardwise.mindspore.ops.boxes import BOXES
 from shardwise.mindspore.ops.clip import clip_by_norm
-from shardwise.mindspore.ops.further import FURTHER, SCATTERS, distinct
 from shardwise.mindspore.ops.images import interpolate
 from shardwise.mindspore.ops.indexing import Gather, OneHot
-from shardwise.mindspore.ops.networks import NETWORKS, as_int, sizes_of
-from shardwise.mindspore.ops.of_torch import OF_TORCH
+from shardwise.mindspore.ops.networks import NETWORKS
+from shardwise.mindspore.ops.of_torch import COMPUTED, as_int, of_torch, sizes_of, type_of
 from shardwise.mindspore.ops.shape import Slice, StridedSlice
 from shardwise.mindspore.tensor import as_torch
-from shardwise.mindspore.tensor_methods import CALLED, TORCHS, dims_of, dtype_of, narrowed, number, of_kind, product
+from shardwise.mindspore.tensor_methods import TORCHS, call_functions, dims_of, dtype_of, narrowed, number, product
 
 Tensor = torch.Tensor
-
-
-def _type(dtype: Any) -> torch.dtype | None:
-    return None if dtype is None else dtype_of(dtype)
 
 
 def _extremum(x: Tensor, axis: int | None, keep: bool, function: Any) -> tuple[Tensor, Tensor]:
@@ -42,24 +42,18 @@ def _extremum(x: Tensor, axis: int | None, keep: bool, function: Any) -> tuple[T
     return value, index
 
 
-def _spread(function: Any) -> Function:
-    return lambda input, axis=None, ddof=0, keepdims=False: function(
-        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims
-    )
-
-
-def _squeezed(x: Tensor, axis: Any) -> Tensor:
-    return torch.squeeze(x) if axis is None else torch.squeeze(x, dims_of(x, axis))
-
-
 def _parts(x: Tensor, sizes: Any, axis: int, output_num: int | None) -> tuple[Tensor, ...]:
     """Split into parts of one size, of several sizes, or (the older form) into a number of parts."""
-    if output_num is not None or sizes == 0:
+    several = not isinstance(sizes, int) and np.ndim(sizes) > 0
+    if output_num is not None and (several or sizes):
+        what = f"split gets sizes {sizes} and output_num={output_num}"
+        raise ValueError(problem(what, fix=f"the sizes, or split(axis=..., output_num={output_num})"))
+    if output_num is not None or (not several and sizes == 0):
         along, count = (axis, output_num) if output_num is not None else (0, axis)
-        if count is None or x.shape[along] % count:
+        if not count or x.shape[along] % count:
             raise ValueError(problem(f"{x.shape[along]} elements in {count} parts", fix="a number that divides them"))
         return x.tensor_split(count, along)
-    return tuple(TORCHS["split"](x, sizes if isinstance(sizes, int) else list(sizes), axis))
+    return tuple(TORCHS["split"](x, list(sizes) if several else sizes, axis))
 
 
 def _assigned(variable: Any, change: Any) -> Any:
@@ -73,14 +67,14 @@ def _changed(change: Any, input_x: Any, indices: Any, updates: Any) -> Any:
 
 
 def _normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, seed: Any = None, dtype: Any = None) -> Any:
-    numbers = torch.randn(sizes_of(shape), generator=drawn(seed), dtype=_type(dtype) or torch.float32)
+    numbers = torch.randn(sizes_of(shape), generator=drawn(seed), dtype=type_of(dtype) or torch.float32)
     return numbers * stddev + mean
 
 
 def _uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, seed: Any = None, dtype: Any = None) -> Any:
-    if _type(dtype) in (torch.int32, torch.int64):
-        return torch.randint(int(minval), int(maxval), sizes_of(shape), generator=drawn(seed), dtype=_type(dtype))
-    numbers = torch.rand(sizes_of(shape), generator=drawn(seed), dtype=_type(dtype) or torch.float32)
+    if type_of(dtype) in (torch.int32, torch.int64):
+        return torch.randint(int(minval), int(maxval), sizes_of(shape), generator=drawn(seed), dtype=type_of(dtype))
+    numbers = torch.rand(sizes_of(shape), generator=drawn(seed), dtype=type_of(dtype) or torch.float32)
     return numbers * (maxval - minval) + minval
 
 
@@ -90,46 +84,94 @@ def _decomposed(x: Tensor, full_matrices: bool) -> tuple[Tensor, ...]:
     return values, u, adjoint.mH
 
 
-def _dense_or(dtype: Any) -> torch.dtype:
-    return _type(dtype) or torch.float32
-
-
-def _binary(function: Any) -> Function:
-    """Return a function of two tensors, or of a tensor and a number on either side."""
-    return lambda input, other: function(*(x if isinstance(x, Tensor) else torch.as_tensor(x) for x in (input, other)))
-
-
-# Functions of one argument, input, and of two, input and other.
-_UNARY = """
-    abs acos acosh angle asin asinh atan atanh ceil cos cosh deg2rad det digamma erf erfc erfinv exp exp2 expm1 floor
-    frac i0 inverse isfinite isinf isnan isneginf isposinf lgamma log log10 log1p log2 logical_not neg numel rad2deg
-    reciprocal relu round rsqrt sigmoid sign sin sinc sinh sqrt square t tan tanh trunc conj real imag fliplr
-    flipud nonzero atleast_1d atleast_2d atleast_3d signbit logdet view_as_real"""
-_BINARY = """
-    add atan2 bitwise_and bitwise_or bitwise_xor copysign dot eq fmax fmin fmod ge gt hypot inner kron le
-    logaddexp logaddexp2 logical_and logical_or logical_xor lt matmul maximum minimum mul ne outer remainder sub
-    true_divide xlogy gcd lcm heaviside float_power"""
-_SAME = """
-    absolute=abs arccos=acos arcsin=asin arctan=atan arccosh=acosh arcsinh=asinh arctanh=atanh arctan2=atan2
-    negative=neg inv=reciprocal multiply=mul subtract=sub divide=div floor_div=floor_divide floor_mod=remainder
-    mod=remainder equal=eq not_equal=ne greater=gt greater_equal=ge less=lt less_equal=le tensor_add=add tensor_sub=sub
-    tensor_mul=mul tensor_div=div tensor_pow=pow tensor_gt=gt tensor_ge=ge tensor_lt=lt tensor_le=le
-    tensor_floordiv=floor_divide tensor_mod=remainder scalar_add=add scalar_sub=sub scalar_mul=mul scalar_div=div
-    swapdims=swapaxes movedim=moveaxis concat=cat clip=clamp batch_matmul=bmm gather_d=gather_elements unbind=unstack
-    ger=outer reduce_mean=mean reduce_max=amax reduce_min=amin reduce_prod=prod reduce_all=all
-    reduce_any=any"""
-
-
 def _first_of_three(x: torch.Tensor) -> int:
     if 3 not in x.shape:
         raise ValueError(problem(f"cross: no dim of {list(x.shape)} has size 3", fix="vectors of three elements"))
     return list(x.shape).index(3)
 
 
+def _reversed(x: Tensor, seq_lengths: Tensor, seq_dim: int, batch_dim: int = 0) -> Tensor:
+    along = x.movedim((batch_dim, seq_dim), (0, 1))
+    places = torch.arange(along.shape[1], device=x.device)
+    lengths = seq_lengths.unsqueeze(1)
+    turned = torch.where(places < lengths, lengths - 1 - places, places)
+    index = turned.reshape(*turned.shape, *(1,) * (along.dim() - 2)).expand(along.shape)
+    return along.gather(1, index).movedim((0, 1), (batch_dim, seq_dim))
+
+
+def _band(x: Tensor, lower: Any, upper: Any) -> Tensor:
+    """Zero a matrix more than ``lower`` below or ``upper`` above its diagonal; a negative number keeps all."""
+    low, high = int(lower), int(upper)
+    x = x if low < 0 else x.triu(-low)
+    return x if high < 0 else x.tril(high)
+
+
+def distinct(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct elements in the order in which they appear, and for each element the index of its value."""
+    values, inverse = torch.unique(input.flatten(), return_inverse=True)
+    places = torch.arange(input.numel(), device=input.device)
+    first = places.new_full((len(values),), input.numel()).scatter_reduce(0, inverse, places, "amin")
+    order = first.argsort()
+    return values[order], order.argsort()[inverse].reshape(input.shape).to(torch.int32)
+
+
+def _lrn(
+    x: Tensor, depth_radius: int = 5, bias: float = 1.0, alpha: float = 1.0, beta: float = 0.5,
+    norm_region: str = "ACROSS_CHANNELS",
+) -> Tensor:  # fmt: skip
+    """Return x / (bias + alpha * the sum of squares of the channels up to ``depth_radius`` away)**beta."""
+    one_of("ACROSS_CHANNELS")("norm_region", norm_region)
+    width = 2 * depth_radius + 1  # torch divides alpha by it
+    return F.local_response_norm(x, width, alpha * width, beta, bias)
+
+
+# Updates at indices that combine with the present values. ``tensor_scatter_*`` and ``scatter_nd_*`` address elements
+# (or slices) by the last dim of ``indices``, ``scatter_*`` slices along dim 0. ``unsorted_segment_*`` reduce slices
+# that share an id.
+# Name -> torch's reduction, and the function applied to the updates.
+_KINDS: dict[str, tuple[str, Function]] = {
+    "add": ("sum", lambda x: x), "sub": ("sum", torch.neg), "mul": ("prod", lambda x: x),
+    "div": ("prod", torch.reciprocal), "max": ("amax", lambda x: x), "min": ("amin", lambda x: x),
+}  # fmt: skip
+
+
+def _combined(rows: Tensor, numbers: Tensor, updates: Tensor, kind: str) -> Tensor:
+    """Combine the rows ``numbers`` (m) of ``rows`` (n, ...) with ``updates`` (m, ...)."""
+    reduction, change = _KINDS[kind]
+    index = numbers.long().reshape(-1, *(1,) * (rows.dim() - 1)).expand(-1, *rows.shape[1:])
+    return rows.scatter_reduce(0, index, change(updates).to(rows), reduction)
+
+
+def _at_rows(input_x: Tensor, indices: Tensor, updates: Tensor, kind: str = "add") -> Tensor:
+    return _combined(input_x, indices.reshape(-1), updates.reshape(-1, *input_x.shape[1:]), kind)
+
+
+def _at_elements(input_x: Tensor, indices: Tensor, updates: Tensor, kind: str = "add") -> Tensor:
+    depth = indices.shape[-1]
+    sizes, rest = input_x.shape[:depth], input_x.shape[depth:]
+    strides = torch.tensor([math.prod(sizes[place + 1 :]) for place in range(depth)])
+    numbers = (indices.long() * strides).sum(-1).reshape(-1)
+    rows = _combined(input_x.reshape(math.prod(sizes), -1), numbers, updates.reshape(len(numbers), -1), kind)
+    return rows.reshape(*sizes, *rest)
+
+
+def _segments(input_x: Tensor, segment_ids: Tensor, num_segments: Any, kind: str = "max") -> Tensor:
+    """Reduce segments. Empty ones hold the least number of the dtype for "max", the largest for "min", 1 for "mul"."""
+    slices = input_x.shape[segment_ids.dim() :]
+    info = torch.finfo(input_x.dtype) if input_x.is_floating_point() else torch.iinfo(input_x.dtype)
+    start = {"max": info.min, "min": info.max, "mul": 1}[kind]
+    return _at_rows(input_x.new_full((int(num_segments), *slices), start), segment_ids, input_x, kind)
+
+
+_NAMES = TABLES["ops"]
 FUNCTIONS: dict[str, Function] = {
-    **{name: (lambda function: lambda input: function(input))(getattr(torch, name)) for name in _UNARY.split()},
-    **{name: _binary(getattr(torch, name)) for name in _BINARY.split()},
+    **of_torch({
+        "torch": "; ".join([f"{name} input" for name in _NAMES["unary"].split()]
+                           + [f"{name} input:tensor other:tensor" for name in _NAMES["binary"].split()])}),
+    **of_torch(_NAMES["of_torch"]),
     # -- elements
+    "mul_no_nan": lambda x, y: torch.where(y == 0, 0, x * y),
+    "truncate_div": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
     "addcdiv": lambda input, tensor1, tensor2, value=1: input + value * (tensor1 / tensor2),
     "addcmul": lambda input, tensor1, tensor2, value=1: input + value * (tensor1 * tensor2),
     "addn": lambda x: torch.stack(tuple(x)).sum(0),
@@ -140,85 +182,53 @@ FUNCTIONS: dict[str, Function] = {
     "xdivy": lambda x, y: torch.where(x == 0, 0, x / torch.where(x == 0, 1, y)),
     # -- activations
     "fast_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "gelu": lambda input, approximate="none": F.gelu(input, approximate=approximate),
-    "gumbel_softmax": lambda logits, tau=1.0, hard=False, dim=-1: F.gumbel_softmax(logits, tau, hard, dim=dim),
-    "softmax": lambda input, axis=-1, *, dtype=None: torch.softmax(input, axis, dtype=_type(dtype)),
-    "softmin": lambda x, axis=-1, *, dtype=None: torch.softmax(-x, axis, dtype=_type(dtype)),
+    "softmin": lambda x, axis=-1, *, dtype=None: torch.softmax(-x, axis, dtype=type_of(dtype)),
     "swiglu": lambda input, dim=-1: F.silu(input.chunk(2, dim)[0]) * input.chunk(2, dim)[1],
     # -- products
+    "matrix_band_part": _band,
+    "matrix_diag_part": lambda x: torch.diagonal(x, dim1=-2, dim2=-1),
+    "matrix_set_diag": lambda x, diagonal: torch.diagonal_scatter(x, diagonal, dim1=-2, dim2=-1),
     "batch_dot": lambda x1, x2, axes=None: torch.einsum("b...i,bi...->b...", x1, x2) if axes is None
     else torch.stack([torch.tensordot(a, b, ([axes[0] - 1], [axes[1] - 1])) for a, b in zip(x1, x2, strict=True)]),
     "bias_add": lambda input_x, bias: input_x + bias.reshape(-1, *(1,) * (input_x.dim() - 2)),
-    "chain_matmul": lambda input: torch.linalg.multi_dot(list(input)),
     "cross": lambda input, other, dim=None: torch.linalg.cross(
         input, other, dim=_first_of_three(input) if dim is None else dim),
     "einsum": lambda equation, *operands: torch.einsum(equation, *operands),
     "floor_divide": lambda input, other: torch.div(input, other, rounding_mode="floor"),
-    "trace": lambda input: of_kind(input, torch.trace(input)),
     # -- reductions
-    **{name: _spread(getattr(torch, name)) for name in ("std", "std_mean", "var", "var_mean")},
-    "all": lambda input, axis=None, keep_dims=False: torch.all(input, dims_of(input, axis), keepdim=keep_dims),
-    "amax": lambda input, axis=None, keepdims=False: torch.amax(input, dims_of(input, axis), keepdim=keepdims),
-    "amin": lambda input, axis=None, keepdims=False: torch.amin(input, dims_of(input, axis), keepdim=keepdims),
-    "any": lambda input, axis=None, keep_dims=False: torch.any(input, dims_of(input, axis), keepdim=keep_dims),
-    "aminmax": lambda input, *, axis=0, keepdims=False: tuple(torch.aminmax(input, dim=axis, keepdim=keepdims)),
+    "lp_norm": lambda input, axis, p=2, keep_dims=False, epsilon=1e-12: torch.linalg.vector_norm(
+        input, p, axis, keepdim=keep_dims).clamp(min=epsilon),
+    "lrn": _lrn,
     "count_nonzero": lambda x, axis=(), keep_dims=False, dtype=torch.int32: torch.sum(
-        x != 0, dims_of(x, axis), keepdim=keep_dims, dtype=_type(dtype)),
-    "cumprod": lambda input, dim, dtype=None: torch.cumprod(input, dim, dtype=_type(dtype)),
-    "cumsum": lambda x, axis, dtype=None: of_kind(x, torch.cumsum(x, axis, dtype=_type(dtype)), dtype),
+        x != 0, dims_of(x, axis), keepdim=keep_dims, dtype=type_of(dtype)),
     "max": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.max),
-    "mean": lambda x, axis=None, keep_dims=False: torch.mean(x, dims_of(x, axis), keepdim=keep_dims),
     "min": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.min),
-    "nansum": lambda input, axis=None, keepdims=False, *, dtype=None: of_kind(input, torch.nansum(
-        input, dims_of(input, axis), keepdim=keepdims, dtype=_type(dtype)), dtype),
-    "norm": lambda A, ord=None, dim=None, keepdim=False, *, dtype=None: torch.linalg.norm(
-        A, ord, dim, keepdim, dtype=_type(dtype)),
     "prod": lambda input, axis=None, keep_dims=False: product(input, dims_of(input, axis), keep_dims),
-    "sum": lambda input, dim=None, keepdim=False, *, dtype=None: torch.sum(
-        input, dims_of(input, dim), keepdim=keepdim, dtype=_type(dtype)),
     "argmin": lambda input, axis=None, keepdims=False: torch.argmin(
         input, axis, keepdims and axis is not None).to(torch.int32),
-    "argsort": lambda input, axis=-1, descending=False: torch.argsort(input, axis, descending).to(torch.int32),
-    "cummin": lambda input, axis: narrowed(torch.cummin(input, axis)),
-    "sort": lambda input_x, axis=-1, descending=False: narrowed(torch.sort(input_x, axis, descending)),
     "topk": lambda input, k, dim=-1, largest=True, sorted=True: narrowed(torch.topk(
         input, k, -1 if dim is None else dim, largest, sorted)),
     # -- shapes
-    "broadcast_to": lambda input, shape: torch.broadcast_to(input, sizes_of(shape)),
-    "cat": lambda tensors, axis=0: torch.cat(tuple(tensors), axis),
-    "column_stack": lambda tensors: torch.column_stack(tuple(tensors)),
-    "dstack": lambda inputs: torch.dstack(tuple(inputs)),
-    "expand": lambda input_x, size: input_x.expand(sizes_of(size)),
-    "flatten": lambda input, order="C", *, start_dim=1, end_dim=-1: torch.flatten(input, start_dim, end_dim),
-    "flip": lambda input, dims: torch.flip(input, dims_of(input, dims)),
-    "hstack": lambda tensors: torch.hstack(tuple(tensors)),
+    "dyn_shape": lambda input_x: torch.tensor(input_x.shape),
+    "reverse_sequence": _reversed,
     "meshgrid": lambda *inputs, indexing="xy": tuple(torch.meshgrid(*inputs, indexing=indexing)),
-    "pad": lambda input_x, padding, mode="constant", value=None: F.pad(input_x, sizes_of(padding), mode, value),
-    "permute": lambda input, axis: torch.permute(input, tuple(axis)),
-    "reshape": lambda input, shape: torch.reshape(input, sizes_of(shape)),
-    "reverse": lambda x, axis: torch.flip(x, dims_of(x, axis)),
     "slice": lambda input_x, begin, size: Slice()(input_x, begin, size),
     "split": lambda tensor, split_size_or_sections=None, axis=0, output_num=None: _parts(
         tensor, split_size_or_sections, axis, output_num),
-    "squeeze": lambda input, axis=None: _squeezed(input, axis),
-    "stack": lambda tensors, axis=0: torch.stack(tuple(tensors), axis),
+    "squeeze": lambda input, axis=None: torch.squeeze(input) if axis is None else torch.squeeze(
+        input, dims_of(input, axis)),
     "strided_slice": lambda input_x, begin, end, strides, **masks: StridedSlice(**masks)(input_x, begin, end, strides),
-    "tile": lambda input, multiples: input.repeat(tuple(multiples)),
-    "transpose": lambda input, input_perm: torch.permute(input, tuple(input_perm)),
-    "vstack": lambda inputs: torch.vstack(tuple(inputs)),
     # -- indices
-    "bucketize": lambda input, boundaries, *, right=False: torch.bucketize(
-        input, torch.as_tensor(boundaries), right=right).to(torch.int32),
+    **{f"tensor_scatter_{kind}": partial(_at_elements, kind=kind) for kind in _KINDS if kind != "add"},
+    "unsorted_segment_max": partial(_segments, kind="max"),
+    "unsorted_segment_min": partial(_segments, kind="min"),
+    "unsorted_segment_prod": partial(_segments, kind="mul"),
     "gather": lambda input_params, input_indices, axis, batch_dims=0: Gather(batch_dims)(
         input_params, input_indices, axis),
-    "gather_elements": lambda input, dim, index: torch.gather(input, dim, as_int(index)),
-    "gather_nd": lambda input_x, indices: indexing.gather_nd(input_x, indices),
-    "index_add": lambda x, indices, y, axis: torch.index_add(x, axis, indices, y),
-    "index_fill": lambda x, axis, index, value: torch.index_fill(x, axis, as_int(index), value),
+    "gather_nd": indexing.gather_nd,
     "intopk": lambda x1, x2, k: (torch.topk(x1, k).indices == x2.unsqueeze(-1)).any(-1),
     "one_hot": lambda indices, depth, on_value=1, off_value=0, axis=-1: OneHot(axis)(
         indices, depth, on_value, off_value),
-    "scatter": lambda input, axis, index, src: torch.scatter(input, axis, as_int(index), src),
     "scatter_add": lambda input_x, indices, updates: _assigned(
         input_x, lambda tensor: tensor.index_put((as_int(indices),), updates, accumulate=True)),
     "scatter_nd": lambda indices, updates, shape: indexing.scatter_add(
@@ -233,46 +243,32 @@ FUNCTIONS: dict[str, Function] = {
     "tensor_scatter_elements": lambda input_x, indices, updates, axis=0: torch.scatter(
         input_x, axis, as_int(indices), updates),
     "tensor_scatter_update": lambda input_x, indices, updates: indexing.scatter(input_x, as_int(indices), updates),
-    "unique": lambda input: distinct(input),
-    "unsorted_segment_sum": lambda input_x, segment_ids, num_segments: indexing.segment_sum(
-        input_x, segment_ids, num_segments),
-    **FURTHER,
+    "unique": distinct,
+    "unsorted_segment_sum": indexing.segment_sum,
+    **BOXES,
     **NETWORKS,
     # -- new tensors
+    "truncated_normal": lambda shape, seed=None: torch.nn.init.trunc_normal_(
+        torch.empty(sizes_of(shape)), generator=drawn(seed)),
     "arange": lambda start=0, end=None, step=1, *, dtype=None: torch.arange(
-        0 if end is None else number(start), number(start if end is None else end), number(step), dtype=_type(dtype)),
-    "eye": lambda n, m=None, dtype=None: torch.eye(n, n if m is None else m, dtype=_dense_or(dtype)),
-    "fill": lambda type, shape, value: torch.full(sizes_of(shape), number(value), dtype=_type(type)),
-    "full": lambda size, fill_value, *, dtype=None: torch.full(sizes_of(size), number(fill_value), dtype=_type(dtype)),
-    "full_like": lambda input, fill_value, *, dtype=None: torch.full_like(input, number(fill_value),
-                                                                         dtype=_type(dtype)),
+        0 if end is None else number(start), number(start if end is None else end), number(step), dtype=type_of(dtype)),
+    "eye": lambda n, m=None, dtype=None: torch.eye(n, n if m is None else m, dtype=type_of(dtype) or torch.float32),
     "interpolate": interpolate,
-    "linspace": lambda start, end, steps: torch.linspace(number(start), number(end), steps),
-    "logspace": lambda start, end, steps, base=10, *, dtype=None: torch.logspace(
-        number(start), number(end), steps, base, dtype=_type(dtype)),
-    "ones": lambda shape, dtype=None: torch.ones(sizes_of(shape), dtype=_dense_or(dtype)),
-    "ones_like": lambda input, *, dtype=None: torch.ones_like(input, dtype=_type(dtype)),
     "make_range": lambda *ends: tuple(range(*map(int, ends))),
-    "range": lambda start, end, step=1: torch.arange(number(start), number(end), number(step)),
-    "zeros": lambda size, dtype=None: torch.zeros(sizes_of(size), dtype=_dense_or(dtype)),
-    "zeros_like": lambda input, *, dtype=None: torch.zeros_like(input, dtype=_type(dtype)),
     # -- random numbers
     "bernoulli": lambda input, p=0.5, seed=None: torch.bernoulli(
         torch.broadcast_to(torch.as_tensor(p, dtype=torch.float32), input.shape), generator=drawn(seed)),
-    "multinomial": lambda input, num_samples, replacement=True, seed=None: torch.multinomial(
-        input, num_samples, replacement, generator=drawn(seed)).to(torch.int32),
     "normal": _normal,
-    "rand": lambda *size, dtype=None, seed=None: torch.rand(*size, generator=drawn(seed), dtype=_type(dtype)),
-    "rand_like": lambda input, seed=None, *, dtype=None: torch.rand_like(input, dtype=_type(dtype)),
-    "randint": lambda low, high, size, seed=None, *, dtype=None: torch.randint(
-        low, high, sizes_of(size), generator=drawn(seed), dtype=_type(dtype)),
-    "randn": lambda *size, dtype=None, seed=None: torch.randn(*size, generator=drawn(seed), dtype=_type(dtype)),
-    "randn_like": lambda input, seed=None, *, dtype=None: torch.randn_like(input, dtype=_type(dtype)),
-    "randperm": lambda n, seed=None, *, dtype=torch.int64: torch.randperm(n, generator=drawn(seed), dtype=_type(dtype)),
+    "rand": lambda *size, dtype=None, seed=None: torch.rand(*size, generator=drawn(seed), dtype=type_of(dtype)),
+    "randn": lambda *size, dtype=None, seed=None: torch.randn(*size, generator=drawn(seed), dtype=type_of(dtype)),
+    "randperm": lambda n, seed=None, *, dtype=torch.int64: torch.randperm(
+        n, generator=drawn(seed), dtype=type_of(dtype)),
     "shuffle": lambda x, seed=None: x[torch.randperm(x.shape[0], generator=drawn(seed))],
     "standard_normal": lambda shape, seed=None: _normal(shape, seed=seed),
     "uniform": _uniform,
     # -- others
+    "type_as": lambda input, other: input.to(other.dtype),
+    "typeof": lambda x: x.dtype,
     "assign": lambda variable, value: _assigned(variable, lambda tensor: torch.as_tensor(value).to(tensor)),
     "assign_add": lambda variable, value: _assigned(variable, lambda tensor: tensor + value),
     "assign_sub": lambda variable, value: _assigned(variable, lambda tensor: tensor - value),
@@ -282,39 +278,35 @@ FUNCTIONS: dict[str, Function] = {
     "dtype": lambda input_x: input_x.dtype,
     "is_tensor": lambda obj: isinstance(obj, Tensor),
     "rank": lambda input_x: input_x.dim(),
-    "scalar_to_tensor": lambda input_x, dtype=torch.float32: torch.tensor(input_x, dtype=_type(dtype)),
+    "scalar_to_tensor": lambda input_x, dtype=torch.float32: torch.tensor(input_x, dtype=type_of(dtype)),
     "shape": lambda input_x: tuple(input_x.shape),
     "size": lambda input_x: input_x.numel(),
     "svd": lambda input, full_matrices=False, compute_uv=True: _decomposed(input, full_matrices)
     if compute_uv else torch.linalg.svdvals(input),
 }  # fmt: skip
-FUNCTIONS |= OF_TORCH
-FUNCTIONS["reduce_sum"] = lambda x, axis=None, keep_dims=False: of_kind(
-    x, torch.sum(x, dims_of(x, axis), keepdim=keep_dims)
-)
-FUNCTIONS |= {name: FUNCTIONS[same] for name, _, same in (row.partition("=") for row in _SAME.split())}
-FUNCTIONS |= {name: partial(_changed, change) for name, change in SCATTERS.items()}
+FUNCTIONS |= {name: FUNCTIONS[same] for name, _, same in (row.partition("=") for row in _NAMES["same"].split())}
+FUNCTIONS |= {
+    **{f"scatter_{kind}": partial(_changed, partial(_at_rows, kind=kind)) for kind in _KINDS if kind != "add"},
+    **{f"scatter_nd_{kind}": partial(_changed, partial(_at_elements, kind=kind)) for kind in _KINDS},
+}
 
 
-def ours(name: str, function: Function) -> Function:
-    """Wrap a function. If no cell is running, its results have the reference's methods."""
+def ours(name: str, function: Function, home: str = __name__) -> Function:
+    """Wrap a function. If no cell is running, its results have the reference's methods. ``home``: the module where
+    pickle finds it."""
     call = translated(name, function)
 
     @wraps(call)
     def outside(*args: Any, **kwargs: Any) -> Any:
         return calls.outside(call(*args, **kwargs))
 
+    outside.__module__ = home
     return outside
 
 
+COMPUTED.update({name: translated(name, function) for name, function in FUNCTIONS.items()})
 FUNCTIONS = {name: ours(name, function) for name, function in FUNCTIONS.items()}
-CALLED.update(FUNCTIONS)
+call_functions(FUNCTIONS)
 
 __all__ = list(FUNCTIONS)
-
-
-def __getattr__(name: str) -> Function:
-    """Return a function. As module globals their names would hide Python's own in this file."""
-    if name not in FUNCTIONS:
-        raise AttributeError(name)
-    return FUNCTIONS[name]
+__getattr__ = absent(__name__, lambda: __all__, FUNCTIONS)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional as F
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import strict
-from shardwise.mindspore.checks import channels_first, closest
+from shardwise.mindspore.checks import channels_first, one_of
 from shardwise.mindspore.ops.primitive import OfSettings
 from shardwise.mindspore.strict import Shapes, Strategy
 
@@ -35,9 +35,7 @@ def _each(size: Any, dims: int) -> tuple[int, ...]:
 def pool(function: Any, x: Any, kernel: Any, stride: Any, mode: str, padding: Any = 0, **settings: Any) -> Any:
     """Pool (N, C, ...) or (C, ...) with torch and a ``pad_mode``: "valid", "pad" by ``padding``, or "same": one window
     per stride, and means over elements inside. Raises ValueError for ``padding`` in other modes than "pad"."""
-    mode, dims = mode.lower(), DIMS[function]
-    if mode not in MODES:
-        raise ValueError(problem(f"pad_mode is {mode!r}", fix=f"one of {', '.join(MODES)}"))
+    mode, dims = one_of(*MODES)("pad_mode", mode.lower()), DIMS[function]
     if mode != "pad" and any(_each(padding, dims)):
         raise ValueError(problem(f"padding is {padding!r} with pad_mode {mode!r}", fix='pad_mode="pad"'))
     kernel, stride, sizes = _each(kernel, dims), _each(stride, dims), tuple(x.shape[-dims:])
@@ -113,9 +111,7 @@ def mirrored(x: Any, paddings: Any, mode: str) -> Any:
     pairs = pairs_of(paddings)
     if mode == "CONSTANT":
         return F.pad(x, [n for pair in reversed(pairs) for n in pair])
-    if mode not in ("REFLECT", "SYMMETRIC"):
-        fix = closest(mode, ("CONSTANT", "REFLECT", "SYMMETRIC"))
-        raise ValueError(problem(f"the mode of padding is {mode!r}", fix=fix))
+    one_of("CONSTANT", "REFLECT", "SYMMETRIC")("the mode of padding", mode)
     edge = int(mode == "SYMMETRIC")
     for dim, (before, behind) in enumerate(pairs):
         size = x.shape[dim]
@@ -222,9 +218,7 @@ class _Windowed(OfSettings):
     """An operator that slides a window over height and width."""
 
     def _set_windows(self, kernel: Sizes, stride: Sizes, pad_mode: str, pad: Sizes, dilation: Sizes) -> None:
-        mode = pad_mode.lower()
-        if mode not in MODES:
-            raise ValueError(problem(f"pad_mode is {pad_mode!r}", fix=f"one of {', '.join(MODES)}"))
+        mode = one_of(*MODES)("pad_mode", pad_mode.lower())
         self.attrs = {"pad_mode": mode, "pad": pad, **self.attrs}
         self.kernel_size, self.stride = pair("kernel_size", kernel), pair("stride", stride)
         self.dilation = pair("dilation", dilation)
@@ -334,11 +328,16 @@ class Conv2DTranspose(
 
 
 class _Pool(_Windowed, kernel_size=1, strides=1, pad_mode="valid", data_format="NCHW"):
+    function: ClassVar[Callable[..., Any]]
+
     def _settle(self, kernel_size: Sizes, strides: Sizes, pad_mode: str, data_format: str) -> None:
         self.attrs = {"kernel_size": kernel_size, "strides": strides}
         self._set_windows(kernel_size, strides, pad_mode, 0, 1)
         channels_first(self.name, data_format, "; transpose first")
         self.lead = 0 if self.pad_mode == "same" else None
+
+    def compute(self, x: Any) -> Any:
+        return pool(type(self).function, x, self.kernel_size, self.stride, self.pad_mode)
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         self.check_windows(strategy[0])
@@ -347,15 +346,13 @@ class _Pool(_Windowed, kernel_size=1, strides=1, pad_mode="valid", data_format="
 class MaxPool(_Pool):
     """The largest element of each window."""
 
-    def compute(self, x: Any) -> Any:
-        return pool(F.max_pool2d, x, self.kernel_size, self.stride, self.pad_mode)
+    function = staticmethod(F.max_pool2d)
 
 
 class AvgPool(_Pool):
     """The mean of each window, over what is inside the image."""
 
-    def compute(self, x: Any) -> Any:
-        return pool(F.avg_pool2d, x, self.kernel_size, self.stride, self.pad_mode)
+    function = staticmethod(F.avg_pool2d)
 
 
 class Conv2DBackpropInput(Conv2DTranspose):

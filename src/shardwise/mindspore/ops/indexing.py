@@ -207,7 +207,7 @@ class EmbeddingLookup(Gather):
 class OneHot(OfSettings, axis=-1):
     """One-hot vectors: ``OneHot(axis)(indices, depth, on_value, off_value)``. Its strategy is that of the result, and
     () for each value: ``((4, 2), (), ())``. The dim of the classes may be split, or left out if it is not split:
-    ``((4,), (), ())``."""
+    ``((4,), (), ())``. Left out as a whole, ``((), (), ())``, the batch is split over all devices."""
 
     lead = 0
 
@@ -227,6 +227,8 @@ class OneHot(OfSettings, axis=-1):
 
     def completed(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
         result, rank = list(strategy[0]) if strategy else [], len(shapes[0])
+        if strategy and not any(strategy):
+            result = [context.options().stage_devices, *(1,) * (rank - 2)]
         if len(result) == rank - 1:
             result.insert(self.axis % rank, 1)
             strategy = (tuple(result), *strategy[1:])
@@ -241,16 +243,16 @@ class OneHot(OfSettings, axis=-1):
             raise self.refused(what, "reshape them to one dim, or set_auto_parallel_context(strict=False)")
 
 
-def segment_sum(x: Any, segment_ids: Any, num_segments: int) -> Any:
+def segment_sum(input_x: Any, segment_ids: Any, num_segments: int) -> Any:
     """Segment sums: ``UnsortedSegmentSum()(x, segment_ids, num_segments)`` sums the parts of x that share an id."""
     count = segment_ids.dim()
-    zeros = torch.zeros((num_segments, *x.shape[count:]), dtype=x.dtype, device=x.device)
-    return zeros.index_add(0, segment_ids.reshape(-1), x.reshape(-1, *x.shape[count:]))
+    zeros = torch.zeros((num_segments, *input_x.shape[count:]), dtype=input_x.dtype, device=input_x.device)
+    return zeros.index_add(0, segment_ids.reshape(-1), input_x.reshape(-1, *input_x.shape[count:]))
 
 
-def gather_nd(x: Any, indices: Any) -> Any:
+def gather_nd(input_x: Any, indices: Any) -> Any:
     """A lookup: ``GatherNd()(x, indices)``, where the last dim of the indices addresses the first dims of x."""
-    return x[tuple(indices.unbind(-1))]
+    return input_x[tuple(indices.unbind(-1))]
 
 
 def scatter(x: Any, indices: Any, updates: Any) -> Any:

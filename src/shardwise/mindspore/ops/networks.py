@@ -12,20 +12,13 @@ from shardwise.errors import problem
 from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.named import Function
 from shardwise.mindspore.ops.images import Conv2D
+from shardwise.mindspore.ops.of_torch import as_int, sizes_of
 from shardwise.mindspore.ops.reductions import layer_norm
 
 Tensor = torch.Tensor
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
 EVERYTHING = 2**31 - 1
 CAUSAL, CAUSAL_AT_THE_END, BAND = 2, 3, 4  # sparse modes; in the others only the mask counts
-
-
-def sizes_of(size: Any) -> tuple[int, ...]:
-    return (size,) if isinstance(size, int) else tuple(int(number) for number in size)
-
-
-def as_int(x: Tensor) -> Tensor:
-    return x.to(torch.int64)
 
 
 def _padding(pad_mode: str, padding: Any) -> Any:
@@ -81,20 +74,6 @@ def classes_loss(
     call = torch.ops.aten._ctc_loss_backward.Tensor
     one = torch.ones_like(losses.detach())
     return losses, call(one, logarithms.detach(), *arguments[:3], *results, blank, ignore_longer)
-
-
-def _best_classes(inputs: Tensor, sequence_length: Tensor, merge_repeated: bool = True) -> tuple[Tensor, ...]:
-    """Decode the most likely classes of steps [t, n, classes] without blanks, the last class. Return their (row,
-    position), the classes, the shape of their table, and the negated sums of their scores."""
-    best, classes = torch.max(inputs, 2)
-    lives = torch.arange(len(inputs)).unsqueeze(1) < sequence_length
-    kept = lives & (classes != inputs.shape[2] - 1)
-    if merge_repeated:
-        kept[1:] &= classes[1:] != classes[:-1]
-    rows, steps = torch.nonzero(kept.T, as_tuple=True)
-    places = kept.cumsum(0)[steps, rows] - 1
-    shape = torch.tensor([inputs.shape[1], int(kept.sum(0).max())])
-    return torch.stack((rows, places), 1), classes[steps, rows], shape, -(best * lives).sum(0).unsqueeze(1)
 
 
 def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -178,23 +157,17 @@ NETWORKS: dict[str, Function] = {
     _convolved(input, weight, bias, stride, pad_mode, padding, dilation, groups),
     "conv3d": lambda input, weight, bias=None, stride=1, pad_mode="valid", padding=0, dilation=1, groups=1:
     F.conv3d(input, weight, bias, stride, _padding(pad_mode, padding), dilation, groups),
-    "dropout": lambda input, p=0.5, training=True, seed=None: F.dropout(input, p, training),
     "flash_attention_score": lambda query, key, value, head_num, real_shift=None, drop_mask=None, padding_mask=None,
     attn_mask=None, prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None, keep_prob=1.0, scalar_value=1.0,
     pre_tokens=2**31 - 1, next_tokens=2**31 - 1, inner_precise=0, input_layout="BSH", sparse_mode=0: attention(
         query, key, value, attn_mask, head_num,
         (real_shift, drop_mask, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen), keep_prob, scalar_value,
         pre_tokens, next_tokens, input_layout, sparse_mode),
-    "ctc_greedy_decoder": _best_classes,
     "l2_normalize": lambda input, axis=-1, epsilon=1e-4: input * torch.rsqrt(torch.clamp(torch.sum(
         torch.square(input), axis, keepdim=True), min=epsilon)),
     "layer_norm": _either_layer_norm,
-    "max_pool2d": lambda x, kernel_size, stride=None, padding=0, dilation=1, return_indices=False, ceil_mode=False:
-    F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices),
     "rms_norm": lambda x, gamma, epsilon=1e-6: _rms_norm(x, gamma, epsilon),
     # -- losses
-    "binary_cross_entropy_with_logits": lambda logits, label, weight=None, pos_weight=None, reduction="mean":
-    F.binary_cross_entropy_with_logits(logits, label, weight, reduction=reduction, pos_weight=pos_weight),
     "cross_entropy": lambda input, target, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0:
     F.cross_entropy(input, target if target.is_floating_point() else as_int(target), weight,
                     ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing),
@@ -203,8 +176,4 @@ NETWORKS: dict[str, Function] = {
         F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
         _log_alpha(log_probs, targets, input_lengths, target_lengths, blank)),
     "kl_div": lambda logits, labels, reduction="mean": _divergence(logits, labels, reduction),
-    "nll_loss": lambda inputs, target, weight=None, ignore_index=-100, reduction="mean": F.nll_loss(
-        inputs, as_int(target), weight, ignore_index=ignore_index, reduction=reduction),
-    "smooth_l1_loss": lambda input, target, beta=1.0, reduction="none": F.smooth_l1_loss(
-        input, target, reduction=reduction, beta=beta),
 }  # fmt: skip

@@ -1,36 +1,71 @@
-"""Functions that torch has under the same names, with ``axis`` for ``dim`` and ``keep_dims`` for ``keepdim``, or with
-the reference's argument names."""
+"""Functions of torch with the reference's arguments, as rows of ``names.toml``.
+
+A row is a name, ``=`` and torch's name where it differs, and the arguments in the reference's order. An argument is
+``name:kind>word=default``: a value of a ``kind`` is converted (``KINDS``), and torch takes it by the keyword ``word``
+instead of by its position. Arguments behind ``*`` are keyword-only. ``->`` precedes what becomes of the result
+(``RESULTS``). A row without arguments has those of torch's function, with ``axis`` for ``dim`` and so on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+import re
+from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature, signature
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from shardwise.mindspore.named import Function, in_order, parameters_of
+from shardwise.mindspore.common.seed import drawn
+from shardwise.mindspore.named import Function, bound_to, in_order, parameters_of
+from shardwise.mindspore.tensor_methods import dims_of, dtype_of, flag, narrowed, number, of_kind
 
-_HOMES: dict[Any, str] = {
-    torch: """
-        adjoint argwhere bartlett_window bitwise_left_shift bitwise_not bitwise_right_shift
-        blackman_window block_diag cartesian_prod cdist cholesky_inverse cholesky_solve combinations complex
-        corrcoef cov cumulative_trapezoid diag_embed diagflat diagonal_scatter hamming_window hann_window histc
-        igamma igammac is_complex is_floating_point is_nonzero isin isreal kaiser_window ldexp logcumsumexp lu_solve
-        lu_unpack masked_scatter matrix_exp msort mvlgamma nanmean nanquantile nextafter poisson polar
-        polygamma positive quantile renorm row_stack scatter_reduce select_scatter sgn slice_scatter
-        stft tensordot trapz tril_indices triu_indices unravel_index vander""",
-    torch.linalg: "cholesky eig eigh eigvals lstsq matrix_power pinv qr slogdet solve_triangular vecdot",
-    F: """
-        adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool3d affine_grid
-        conv_transpose2d fold gaussian_nll_loss lp_pool1d lp_pool2d max_pool3d max_unpool1d max_unpool2d
-        max_unpool3d multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss normalize
-        pairwise_distance pdist poisson_nll_loss upsample""",
-    torch.fft: "fft fft2 fftn fftshift ifft ifft2 ifftn ifftshift irfft rfft",
-    torch.special: "zeta",
-}
+COMPUTED: dict[str, Function] = {}  # the functions of ``ops``, which that module adds; results keep torch's methods
+HOMES = {
+    "torch": torch, "linalg": torch.linalg, "functional": F, "fft": torch.fft, "special": torch.special,
+    "method": torch.Tensor,
+}  # fmt: skip
 _WORDS = {"axis": "dim", "keep_dims": "keepdim", "keepdims": "keepdim", "x": "input", "input_x": "input"}
+
+
+def sizes_of(size: Any) -> tuple[Any, ...]:
+    """Return sizes as a tuple. Those that an export leaves open stay so, which ``int`` would fix."""
+    if isinstance(size, (int, torch.SymInt)):
+        return (size,)
+    return tuple(number if isinstance(number, (int, torch.SymInt)) else int(number) for number in size)
+
+
+def as_int(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.int64)
+
+
+def type_of(dtype: Any) -> torch.dtype | None:
+    return None if dtype is None else dtype_of(dtype)
+
+
+def as_tensor(x: Any) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
+
+
+# Conversions of an argument. Those of dims also take the first argument, the tensor.
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "dtype": type_of, "float": lambda dtype: type_of(dtype) or torch.float32, "long": as_int, "bool": flag,
+    "number": number, "plain": lambda x: number(x) + 0,  # True is 1
+    "seed": drawn, "sizes": sizes_of, "tensor": as_tensor, "tuple": tuple,
+}  # fmt: skip
+DIMS, UNUSED = "dims", "unused"
+
+
+def _narrow(x: Any, result: Any, values: dict[str, Any]) -> Any:
+    return narrowed(result) if isinstance(result, tuple) else result.to(torch.int32)
+
+
+# Conversions of a result, by the first argument and all arguments.
+RESULTS: dict[str, Callable[[Any, Any, dict[str, Any]], Any]] = {
+    "int32": _narrow, "list": lambda x, result, values: list(result),
+    "like": lambda x, result, values: of_kind(x, result, values.get("dtype")),
+}  # fmt: skip
 
 
 def _with_words(function: Function) -> Function:
@@ -63,79 +98,85 @@ def _plain(result: Any) -> Any:
     return tuple(result) if isinstance(result, tuple) else result  # a plain tuple instead of torch's named one
 
 
-# The reference's name ("=" precedes another name in torch), and its arguments, in torch's order.
-_ROWS: dict[Any, str] = {
-    torch: """
-        addbmm input batch1 batch2 * beta=1 alpha=1; addmm input mat1 mat2 * beta=1 alpha=1; addmv input mat vec *
-        beta=1 alpha=1; addr x vec1 vec2 * beta=1 alpha=1; argmax input dim=None keepdim=False;
-        baddbmm input batch1 batch2 * beta=1 alpha=1; bincount
-        input weights=None minlength=0; bmm=matmul input_x mat2; chunk input chunks axis=0; clamp input min=None
-        max=None; cummax input axis; diag input; diagonal input offset=0 dim1=0 dim2=1; diff x n=1
-        axis=-1; dist input other p=2; div input other * rounding_mode=None; dsplit input indices_or_sections;
-        expand_dims=unsqueeze input_x axis; hsplit input indices_or_sections; index_select input axis index;
-        invert=bitwise_not x; isclose input other rtol=1e-5 atol=1e-8 equal_nan=False; lerp input end weight;
-        log_softmax logits axis=-1; logit input eps=None; logsumexp input axis keep_dims=False; masked_select input
-        mask; matrix_diag=diag_embed x; median input axis=-1 keepdims=False; mm input mat2; moveaxis=movedim x source
-        destination; mv mat vec; nan_to_num input nan=0.0 posinf=None neginf=None; nanmedian input axis=-1
-        keepdims=False; narrow input axis start length; pow input exponent; ravel input;
-        repeat_elements=repeat_interleave x rep axis=0; repeat_interleave input repeats axis=None; roll input shifts
-        dims=None; rot90 input k dims; scalar_to_array=tensor input_x; searchsorted sorted_sequence values *
-        right=False; select=where condition input other; swapaxes input axis0
-        axis1; tensor_dot=tensordot x1 x2 axes; tensor_split input indices_or_sections axis=0; tril input diagonal=0;
-        triu input diagonal=0; truncate_mod=fmod x y; tuple_to_array=tensor input_x; unique_consecutive input
-        return_idx=False return_counts=False axis=None; unsqueeze input dim; unstack=unbind input_x axis=0; vsplit
-        input indices_or_sections; where condition input other""",
-    torch.linalg: "log_matrix_determinant=slogdet input",
-    F: """
-        adaptive_avg_pool1d input output_size; adaptive_avg_pool2d input output_size; adaptive_max_pool2d input
-        output_size return_indices=False; avg_pool1d input_x kernel_size=1 stride=1 padding=0 ceil_mode=False
-        count_include_pad=True; avg_pool2d x kernel_size=1 stride=1 padding=0; avg_pool3d input_x kernel_size=1
-        stride=1 padding=0 ceil_mode=False count_include_pad=True divisor_override=None; batch_norm input_x
-        running_mean running_var weight bias training=False momentum=0.1 eps=1e-5; binary_cross_entropy logits labels
-        weight=None reduction='mean'; celu x alpha=1.0; channel_shuffle x groups; cosine_embedding_loss input1 input2
-        target margin=0.0 reduction='mean'; cosine_similarity x1 x2 dim=1 eps=1e-8; dense=linear input weight
-        bias=None; dropout1d input p=0.5 training=True; dropout2d input p=0.5 training=True; dropout3d input p=0.5
-        training=True; elu input_x alpha=1.0; embedding input weight padding_idx=None; glu x axis=-1; grid_sample
-        input grid mode='bilinear' padding_mode='zeros' align_corners=False; group_norm input num_groups weight=None
-        bias=None eps=1e-5; hardshrink x lambd=0.5; hardsigmoid input; hardswish x; hardtanh input min_val=-1.0
-        max_val=1.0; hinge_embedding_loss inputs targets margin=1.0 reduction='mean'; huber_loss input target
-        reduction='mean' delta=1.0; l1_loss input target reduction='mean'; leaky_relu input alpha=0.2; logsigmoid x;
-        margin_ranking_loss input1 input2 target margin=0.0 reduction='mean'; mish x; mse_loss input target
-        reduction='mean'; pixel_shuffle input upscale_factor; pixel_unshuffle input downscale_factor; prelu x weight;
-        relu6 x; rrelu input lower=0.125 upper=0.3333333333333333; scaled_dot_product_attention query key value
-        attn_mask=None dropout_p=0.0 is_causal=False; selu input_x; silu x; soft_margin_loss input target
-        reduction='mean'; soft_shrink=softshrink input lambd=0.5; softplus input beta=1 threshold=20; softshrink x
-        lambd=0.5; softsign x; tanhshrink input; threshold input thr value; triplet_margin_loss anchor positive
-        negative margin=1.0 p=2 eps=1e-6 swap=False reduction='mean'; unfold input kernel_size dilation=1 padding=0
-        stride=1""",
-}
+class TorchFunction:
+    """A torch function with the reference's arguments."""
 
-
-class _Row:
-    """A torch function with the reference's argument names."""
-
-    def __init__(self, function: Function, words: Sequence[str]) -> None:
-        self.function, self.__signature__ = function, Signature(parameters_of(words))
-        parameters = self.__signature__.parameters.values()
-        self.named = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-        self.defaults = tuple(p.default for p in parameters if p.kind is not p.KEYWORD_ONLY)
+    def __init__(self, name: str, function: Function, text: str) -> None:
+        self.name = name
+        self.__doc__ = f"Compute torch's ``{function.__name__}`` with the reference's arguments."
+        arguments, _, self.result = (part.strip() for part in text.partition("->"))
+        parts = [re.fullmatch(r"(\w+|\*)(?::(\w+))?(?:>(\w+))?(=.+)?", word) for word in arguments.split()]
+        found = [part.groups(default="") for part in parts if part is not None]
+        assert len(found) == len(parts), text
+        self.function = in_order(function)
+        self.__signature__ = Signature(parameters_of([name + default for name, _, _, default in found]))
+        parameters = self.__signature__.parameters
+        by_name = {name for name in parameters if parameters[name].kind is Parameter.KEYWORD_ONLY}
+        # how each argument is passed on: its kind, and its word if torch takes it by one
+        self.steps = [(name, kind, word or (name if name in by_name else "")) for name, kind, word, _ in found
+                      if name != "*" and kind != UNUSED]  # fmt: skip
+        self.defaults = {name: parameter.default for name, parameter in parameters.items()}
+        self.count = len(parameters) - len(by_name)
+        self.required = [name for name, default in self.defaults.items() if default is Parameter.empty]
+        is_plain = len(self.steps) == self.count and not any(kind or word for _, kind, word in self.steps)
+        self.is_direct = is_plain and not self.result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rest = self.defaults[len(args) :]
-        if not kwargs and len(args) <= len(self.defaults) and Parameter.empty not in rest:  # fast path without keywords
-            return _plain(self.function(*args, *rest, **self.named))
-        bound = self.__signature__.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return _plain(self.function(*bound.args, **bound.kwargs))
+        if self.is_direct and not kwargs and len(args) == self.count:  # the usual call of most functions
+            return _plain(self.function(*args))
+        placed = dict(zip(self.defaults, args, strict=False))
+        values = self.defaults | placed | kwargs
+        is_known = len(args) <= self.count and len(values) == len(self.defaults) and placed.keys().isdisjoint(kwargs)
+        missing = self.required[len(args) :]
+        if not is_known or (missing and not kwargs.keys() >= {*missing}):
+            values = bound_to(self.name, self.__signature__, args, kwargs)  # which raises the error
+        x = next(iter(values.values()))
+        positional: list[Any] = []
+        named: dict[str, Any] = {}
+        for name, kind, word in self.steps:
+            value = values[name]
+            converted = dims_of(x, value) if kind == DIMS else KINDS[kind](value) if kind else value
+            if word:
+                named[word] = converted
+            else:
+                positional.append(converted)
+        result = _plain(self.function(*positional, **named))
+        return RESULTS[self.result](x, result, values) if self.result else result
 
 
-def _rows(home: Any, text: str) -> Iterator[tuple[str, Function]]:
-    for names, *words in (row.split() for row in text.split(";")):
+def rows_of(home: str, text: str) -> Iterator[tuple[str, Function]]:
+    """Yield the functions of rows, separated by semicolons, of a module of torch (``HOMES``)."""
+    for row in filter(str.strip, text.split(";")):
+        names, *arguments = row.split()
         name, _, torchs = names.partition("=")
-        yield name, _Row(in_order(getattr(home, torchs or name)), words)
+        function = getattr(HOMES[home], torchs or name)
+        yield name, TorchFunction(name, function, " ".join(arguments)) if arguments else _with_words(function)
 
 
-OF_TORCH: dict[str, Function] = {
-    **{name: _with_words(getattr(home, name)) for home, names in _HOMES.items() for name in names.split()},
-    **{name: row for home, text in _ROWS.items() for name, row in _rows(home, text)},
-}
+def of_torch(tables: dict[str, str]) -> dict[str, Function]:
+    """Return the functions of tables: home -> rows."""
+    return {name: function for home, text in tables.items() for name, function in rows_of(home, text)}
+
+
+class OfFunction:
+    """A function of ``ops``, or of Python's ``operator``, with settings as its keyword-only arguments."""
+
+    def __init__(self, name: str, settings: list[str]) -> None:
+        self.name = name
+        operands = Parameter("operands", Parameter.VAR_POSITIONAL)
+        self.__signature__ = Signature([operands, *parameters_of(["*", *settings])])
+
+    def __call__(self, *operands: Any, use_locking: bool = False, **settings: Any) -> Any:
+        home, _, name = self.name.rpartition(".")
+        return (getattr(operator, name) if home else COMPUTED[name])(*operands, **settings)
+
+
+def of_functions(rows: str) -> dict[str, Function]:
+    """Return table entries of rows ``NAME=FUNCTION SETTING=DEFAULT ...``, separated by semicolons. A row without a
+    function has that of the same name in lower case."""
+    entries: dict[str, Function] = {}
+    for row in rows.split(";"):
+        names, *settings = row.split()
+        name, _, function = names.partition("=")
+        entries[name] = OfFunction(function or name.lower(), settings)
+    return entries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -23,25 +23,17 @@ _HOST_OPERANDS: ContextVar[list[torch.Tensor] | None] = ContextVar("shardwise_ho
 _UNSPLIT: ContextVar[bool] = ContextVar("shardwise_unsplit_operators", default=False)
 
 
-@contextmanager
-def unsplit_operators() -> Iterator[None]:
+def unsplit_operators() -> AbstractContextManager[None]:
     """Let primitives only compute within the context, even during capture: they are parts of one operator."""
-    token = _UNSPLIT.set(True)
-    try:
-        yield
-    finally:
-        _UNSPLIT.reset(token)
+    return calls.set_within(_UNSPLIT, True)
 
 
 @contextmanager
 def host_operands() -> Iterator[list[torch.Tensor]]:
     """Collect the tensors that primitives with ``primitive_target`` "CPU" keep on the host within the context."""
     operands: list[torch.Tensor] = []
-    token = _HOST_OPERANDS.set(operands)
-    try:
+    with calls.set_within(_HOST_OPERANDS, operands):
         yield operands
-    finally:
-        _HOST_OPERANDS.reset(token)
 
 
 Names = tuple[tuple[str, ...], ...]
@@ -77,10 +69,15 @@ def laid(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def notation(counts: dict[str, int], lengths: dict[str, str] | None = None) -> str:
     """Return split counts of named dims in the library's notation, with the axes of each. ``lengths``: suffixes."""
-    choices = axes_of_counts(counts, sw.Mesh({AXIS: context.options().stage_devices}))
-    ends, axes = lengths or {}, {name: [axis for axis in choices if choices[axis] == name] for name in counts}
+    ends, axes = lengths or {}, _axes(counts)
     used = [name for name in counts if axes[name] or name in ends]
     return " ".join(f"{name}@({','.join(axes[name])}){ends.get(name, '')}" for name in used)
+
+
+def _axes(counts: dict[str, int]) -> dict[str, list[str]]:
+    """Return the axes that split the dims of each name."""
+    choices = axes_of_counts(counts, sw.Mesh({AXIS: context.options().stage_devices}))
+    return {name: [axis for axis in choices if choices[axis] == name] for name in counts}
 
 
 class Primitive:
@@ -125,6 +122,12 @@ class Primitive:
     def title(self) -> str:
         """Return the operator and the attribute that holds it, for messages: ``MatMul matmul2``."""
         return f"{self.name} {self.instance_name}".strip()
+
+    @property
+    def in_high_dims(self) -> bool:
+        """Return whether operands are laid on one device matrix as they are kept, in 2 or 3 dims, and not as the
+        operator needs them (the attribute "enable_nd_tp"). The plan gathers what it needs."""
+        return bool(self.attrs.get("enable_nd_tp")) and self.in_layouts is not None
 
     def compute(self, *args: Any) -> Any:
         raise NotImplementedError(f"{self.name} computes nothing")
@@ -209,7 +212,8 @@ class Primitive:
             strategy = ((options.stage_devices, *(1,) * (len(shapes[0]) - 1)), *((),) * (len(shapes) - 1))
         elif strategy is not None:
             strategy = self.completed(_of_tensors(strategy, len(shapes), args), shapes, args)
-            strict.check(self, strategy, shapes, args, options.stage_devices, even=options.strict)
+            if not self.in_high_dims:
+                strict.check(self, strategy, shapes, args, options.stage_devices, even=options.strict)
         out = self.out_counts(strategy, shapes, args, strict=options.strict) if strategy is not None else None
         text = self.strategy_text(strategy, args)
         call: Callable[..., Any] = self.compute
@@ -240,12 +244,20 @@ class Primitive:
         return self.compute(*pytree.tree_unflatten(leaves, spec))
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
-        """Run ``compute`` with the operand ``lead`` split by its counts. The operators inside follow."""
+        """Run ``compute`` with the operand ``lead``, and those that have a gradient, split by their counts. The
+        operators inside follow. (Operands without one may be changed in place: moving statistics.)"""
         leaves, spec = pytree.tree_flatten(args)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         assert self.lead is not None
         if strategy[self.lead]:
             leaves[tensors[self.lead]] = counted(leaves[tensors[self.lead]], strategy[self.lead])
+        shapes = self.strategy_shapes(args)
+        axes = _axes(self.counts_by_name(strategy, shapes, args))
+        for place, (i, names) in enumerate(zip(tensors, self.dim_names(shapes, args), strict=False)):
+            if place != self.lead and any(count > 1 for count in strategy[place]) and leaves[i].requires_grad:
+                by_dim = zip(shapes[place], names, strategy[place], strict=True)
+                dims = (f"{size}@({','.join(axes[name])})" if count > 1 else f"{size}" for size, name, count in by_dim)
+                leaves[i] = sw.constrain(leaves[i], f"[{', '.join(dims)}]")
         return self.compute(*pytree.tree_unflatten(leaves, spec))
 
     def followed(self, names: Names, args: tuple[Any, ...]) -> frozenset[str]:

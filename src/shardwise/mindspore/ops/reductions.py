@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from shardwise.errors import problem
 from shardwise.mindspore import strict
-from shardwise.mindspore.checks import channels_first
+from shardwise.mindspore.checks import channels_first, fraction, one_of
 from shardwise.mindspore.named import classes_of
-from shardwise.mindspore.ops.primitive import OfSettings, Simple, Whole, along
+from shardwise.mindspore.ops.primitive import Simple, Whole, along
 from shardwise.mindspore.strict import Shapes
 from shardwise.mindspore.tensor_methods import dims_of, narrowed, product
 
 Axes = int | Sequence[int]
 
 
-class Reduce(OfSettings, keep_dims=False):
-    """``ReduceSum(keep_dims)(x, axis)`` over any dims, by default all. Split dims are reduced over the devices."""
-
-    function: ClassVar[Callable[..., Any]]  # takes x, dims and keepdim
-
-    def compute(self, x: Any, axis: Axes = ()) -> Any:
-        return type(self).function(x, dims_of(x, axis), self.keep_dims)
+def _over_dims(function: Any) -> Callable[..., Any]:
+    return lambda x, axis=(), *, keep_dims=False: function(x, dims_of(x, axis), keep_dims)
 
 
-REDUCTIONS = {
-    f"Reduce{name}": type(f"Reduce{name}", (Reduce,), {
-        "function": staticmethod(function), "sums": function in (torch.sum, torch.mean),
-        "lead": 0 if function is product else None, "__doc__": Reduce.__doc__, "__module__": __name__,
-    }) for name, function in (
+REDUCTIONS = classes_of({
+    f"Reduce{name}": (
+        "``ReduceSum(keep_dims)(x, axis)`` over any dims, by default all. Split dims are reduced over the devices.",
+        _over_dims(function),
+        {"sums": function in (torch.sum, torch.mean), "lead": 0 if function is product else None})
+    for name, function in (
         ("Sum", torch.sum), ("Mean", torch.mean), ("Max", torch.amax), ("Min", torch.amin), ("All", torch.all),
         ("Any", torch.any), ("Prod", product))
-}  # fmt: skip
+}, Simple, __name__)  # fmt: skip
 
 
 def _place_and_value(extreme: Callable[..., Any], x: Any, axis: int, keep_dims: bool) -> tuple[Any, Any]:
@@ -99,18 +94,6 @@ def _dropped(x: Any, *, keep_prob: float = 0.5, Seed0: int = 0, Seed1: int = 0) 
     return x * scale, (scale != 0).to(x.dtype)
 
 
-def _check_kept(name: str, value: float) -> float:
-    if not 0 < value <= 1:
-        raise ValueError(problem(f"{name} is {value}", fix="a number above 0, at most 1"))
-    return value
-
-
-def check_reduction(name: str, value: str) -> str:
-    if value not in ("mean", "sum", "none"):
-        raise ValueError(problem(f"{name} is {value!r}", fix="one of mean, sum, none"))
-    return value
-
-
 def _cross_entropy(logits: Any, labels: Any) -> tuple[Any, Any]:
     """Cross entropy over the last dim of ``(logits, labels)``, with labels as probabilities, and the gradient of the
     logits. Only the loss is differentiated."""
@@ -161,7 +144,7 @@ CLASSES = classes_of({
     "BatchNorm": (None, _batch_norm, {
         "dims": "n c b..., c, c, c, c",
         "checks": {"data_format": lambda _, value: channels_first("BatchNorm", value, "; transpose first")}}),
-    "Dropout": (None, _dropped, {"checks": {"keep_prob": _check_kept}}),
+    "Dropout": (None, _dropped, {"checks": {"keep_prob": fraction}}),
     "L2Normalize": ("x / sqrt(max(sum of x squared along ``axis``, epsilon))", lambda x, *, axis=0, epsilon=1e-4: (
         x * x.square().sum(axis, keepdim=True).clamp(min=epsilon).rsqrt()), {"whole": _normalised}),
     "LayerNorm": (None, layer_norm, {"whole": _from_begin}),
@@ -174,7 +157,7 @@ CLASSES = classes_of({
         "Binary cross entropy of probabilities: ``BinaryCrossEntropy(reduction)(logits, labels, weight)``.",
         lambda logits, labels, weight=None, *, reduction="mean": F.binary_cross_entropy(
             logits, labels, weight, reduction=reduction),
-        {"sums": True, "lead": None, "checks": {"reduction": check_reduction}}),
+        {"sums": True, "lead": None, "checks": {"reduction": one_of("mean", "sum", "none")}}),
     "L2Loss": ("Half the sum of squares.", lambda x: x.square().sum() / 2, {"sums": True}),
     "SigmoidCrossEntropyWithLogits": (
         "Binary cross entropy of the sigmoid per element of ``(logits, label)``.",

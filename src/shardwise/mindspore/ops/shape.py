@@ -10,6 +10,7 @@ import torch
 from shardwise.errors import problem
 from shardwise.mindspore import strict
 from shardwise.mindspore.named import classes_of
+from shardwise.mindspore.ops.of_torch import of_functions
 from shardwise.mindspore.ops.primitive import OfSettings, Primitive, Simple, Whole, along
 from shardwise.mindspore.strict import Shapes, Strategy
 
@@ -98,6 +99,7 @@ def _joined(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
 # its part of a new tensor.
 CLASSES = {
     **classes_of({
+        **of_functions("ExpandDims=expand_dims; Tile; Transpose"),
         "BroadcastTo": ("A broadcast: ``BroadcastTo((4, 3))(x)``; -1 keeps the size of a dim.",
                         lambda x, *, shape: x.expand(shape), {"checks": {"shape": lambda _, shape: tuple(shape)}}),
         "Concat": ("A concatenation along ``axis``: ``Concat(1)((x, y))``.",
@@ -108,20 +110,11 @@ CLASSES = {
                   lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis)),
         "Unstack": ("The slices along ``axis``, as a tuple.", lambda x, *, axis=0, num=None: x.unbind(axis),
                     {"whole": along("which is cut into parts")}),
-        "ExpandDims": lambda x, axis: x.unsqueeze(axis),
-        "Tile": lambda x, multiples: x.repeat(tuple(multiples)),
-        "Transpose": lambda x, perm: x.permute(tuple(perm)),
     }, Simple, __name__, lead=None),
     **classes_of({
+        **of_functions("Eye; Fill; Ones; Range; Reshape; Shape; Zeros"),
         "Depend": lambda value, expr: value,  # code runs in order anyway
-        "Eye": lambda n, m, dtype=torch.float32: torch.eye(n, m, dtype=dtype),
-        "Fill": lambda dtype, shape, value: torch.full(tuple(shape), value, dtype=dtype),
         "Flatten": lambda x: x.reshape(x.shape[0], -1),
-        "Ones": lambda shape, dtype=torch.float32: torch.ones(shape, dtype=dtype),
-        "Range": lambda start, limit, delta=1: torch.arange(start, limit, delta),
-        "Reshape": lambda x, shape: x.reshape(tuple(shape)),
-        "Shape": lambda x: tuple(x.shape),
-        "Zeros": lambda shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype),
     }, Simple, __name__, lead=None, splittable=False),
 }  # fmt: skip
 globals().update(CLASSES)

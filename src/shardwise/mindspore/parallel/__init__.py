@@ -1,4 +1,4 @@
-"""Names of ``mindspore.parallel``: reports, and functions that newer programs import from here."""
+"""Names of ``mindspore.parallel``: functions that newer programs import from here."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ from shardwise.mindspore.named import absent
 from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 from shardwise.mindspore.nn.wrap import PipelineGradReducer
 from shardwise.mindspore.ops.functional import shard
-from shardwise.mindspore.parallel.report import copies_report, redistribution_report
 from shardwise.mindspore.train import (
     build_searched_strategy,
     load_distributed_checkpoint,
@@ -25,9 +24,9 @@ def sync_pipeline_shared_parameters(net: Any) -> None:
 
 
 __all__ = [
-    "DistributedGradReducer", "Layout", "PipelineGradReducer", "build_searched_strategy", "copies_report",
+    "DistributedGradReducer", "Layout", "PipelineGradReducer", "build_searched_strategy",
     "get_algo_parameters", "load_distributed_checkpoint", "merge_pipeline_strategys", "rank_list_for_transform",
-    "redistribution_report", "reset_algo_parameters", "restore_group_info_list", "set_algo_parameters", "shard",
+    "reset_algo_parameters", "restore_group_info_list", "set_algo_parameters", "shard",
     "sync_pipeline_shared_parameters", "transform_checkpoint_by_rank", "transform_checkpoints",
 ]  # fmt: skip
-__getattr__ = absent(__name__, lambda: __all__, {"reshard": "ms.Layout in the strategy of the operator that reads it"})
+__getattr__ = absent(__name__, lambda: __all__)

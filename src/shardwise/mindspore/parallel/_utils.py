@@ -1,5 +1,5 @@
 """Queries of hand-written training steps about the ranks (document 004 imports these names), the options of
-``set_auto_parallel_context`` as an object, and settings of the reference's cost model, which have no effect."""
+``set_auto_parallel_context`` as an object, and the parameters of the reference's cost model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 from shardwise.mindspore import context, rank_groups
 from shardwise.mindspore.communication.management import find_group
-from shardwise.mindspore.notes import note
+from shardwise.mindspore.context import get_cost_model_context as get_cost_model_context
+from shardwise.mindspore.context import reset_cost_model_context as reset_cost_model_context
+from shardwise.mindspore.context import set_cost_model_context
 from shardwise.mindspore.options import ALIASES, CHECKS, ParallelMode
 
 
@@ -83,14 +85,6 @@ def auto_parallel_context() -> _AutoParallelContext:
     return _options
 
 
-def set_cost_model_context(**settings: Any) -> None:
-    """Print a note: prices are those of the cluster."""
-    note(f"set_cost_model_context({', '.join(settings)}) has no effect here: prices are those of the cluster")
-
-
-def reset_cost_model_context() -> None:
-    """Do nothing; kept for programs that call it, as nothing was set."""
-
-
 def _set_multi_subgraphs(multi_subgraph: bool = True) -> None:
-    """Do nothing; kept for programs that call it. A network is one graph, of any number of parts."""
+    """Set ``multi_subgraphs`` of the cost model."""
+    set_cost_model_context(multi_subgraphs=multi_subgraph)

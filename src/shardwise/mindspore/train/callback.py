@@ -17,46 +17,39 @@ import torch
 from shardwise.errors import problem
 from shardwise.mindspore import staged
 from shardwise.mindspore.checks import from_on
-from shardwise.mindspore.named import WithSettings
+from shardwise.mindspore.named import WithSettings, absent
 from shardwise.mindspore.train.serialization import save_checkpoint
 
 
-@dataclass
-class CallbackParams:
-    """State of training that callbacks may read: ``run_context.original_args()``. Numbers count from 1;
-    ``cur_step_num`` continues over epochs."""
+class CallbackParams(dict[str, Any]):
+    """State of training that callbacks may read: ``run_context.original_args()``. Entries are attributes, too. Numbers
+    count from 1; ``cur_step_num`` continues over epochs; ``begin_epoch``: epochs already done when a run resumes."""
 
-    network: Any = None
-    train_network: Any = None
-    optimizer: Any = None
-    loss_fn: Any = None
-    train_dataset: Any = None
-    valid_dataset: Any = None
-    epoch_num: int = 0
-    batch_num: int = 0
-    cur_epoch_num: int = 0
-    begin_epoch: int = 0  # epochs already done when a run resumes
-    cur_step_num: int = 0
-    net_outputs: Any = None
-    dataset_sink_mode: bool = False
-    mode: str = "train"
-    eval_network: Any = None
-    train_dataset_element: Any = None
-    list_callback: Any = None
-    parallel_mode: str = "stand_alone"
-    device_number: int = 1
-    eval_results: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, **entries: Any) -> None:
+        names = ("network train_network optimizer loss_fn train_dataset valid_dataset net_outputs eval_network "
+                 "train_dataset_element list_callback")  # fmt: skip
+        numbers = "epoch_num batch_num cur_epoch_num begin_epoch cur_step_num"
+        super().__init__({**dict.fromkeys(names.split()), **dict.fromkeys(numbers.split(), 0)}, mode="train",
+                         dataset_sink_mode=False, parallel_mode="stand_alone", device_number=1, eval_results={},
+                         metrics={})  # fmt: skip
+        self.update(entries)
+
+    def __missing__(self, name: str) -> Any:
+        if name != "step_in_epoch":
+            raise KeyError(name)
+        return (self.cur_step_num - 1) % max(1, self.batch_num) + 1
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
 
     def get(self, name: str, default: Any = None) -> Any:
         return getattr(self, name, default)
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
-
-    @property
-    def step_in_epoch(self) -> int:
-        return (self.cur_step_num - 1) % max(1, self.batch_num) + 1
 
 
 class RunContext:
@@ -298,14 +291,14 @@ class ModelCheckpoint(Callback):
 
 # Programs import all callbacks from here.
 _ELSEWHERE = (
-    "BackupAndRestore", "DatasetHelper", "EarlyStopping", "History", "LearningRateScheduler", "OnRequestExit",
-    "ReduceLROnPlateau", "SummaryCollector",
+    "DatasetHelper", "EarlyStopping", "History", "LearningRateScheduler", "ReduceLROnPlateau", "SummaryCollector",
 )  # fmt: skip
 __all__ = ["Callback", "CheckpointConfig", "LambdaCallback", "LossMonitor", "ModelCheckpoint", "RunContext",
            "TimeMonitor", *_ELSEWHERE]  # fmt: skip
 
 
+_missing = absent(__name__, lambda: __all__)
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _ELSEWHERE:
-        raise AttributeError(problem(f"there is no callback {name}", fix=f"they are {', '.join(__all__)}"))
-    return getattr(import_module("shardwise.mindspore.train.recording"), name)
+    return getattr(import_module("shardwise.mindspore.train.recording"), name) if name in _ELSEWHERE else _missing(name)

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import closest, from_on
-from shardwise.mindspore.named import Function, WithSettings, classes_of
+from shardwise.mindspore.checks import closest, from_on, one_of
+from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of
 
 Array = np.ndarray[Any, Any]
 
@@ -70,15 +70,22 @@ def rearrange_inputs(update: Callable[..., Any]) -> Callable[..., Any]:
     return ordered
 
 
+def _eval_type(name: str, value: Any) -> Any:
+    if value not in ("classification", "multilabel"):
+        raise TypeError(problem(f"{name} is {value!r}", fix="classification or multilabel"))
+    return value
+
+
 class _Kept(WithSettings, Metric):
     """A metric of all updates: ``function`` of every input of ``update``, with batches concatenated, and settings."""
 
     function: Function
+    checks: ClassVar = {
+        "eval_type": _eval_type, "k": partial(from_on, low=1),
+        "normalize": one_of("no_norm", "target", "prediction", "all"),
+    }  # fmt: skip
 
     def _settle(self) -> None:
-        for name in self.settings:
-            if name in CHECKS:
-                CHECKS[name](name, getattr(self, name))
         self.clear()
 
     def clear(self) -> None:
@@ -109,38 +116,16 @@ class _OfClasses(_Kept):
         return score.mean() if average else score
 
 
-class _OfBatches(_Kept):
-    """The mean of a function of the batches."""
+class Loss(_Kept):
+    """The mean of the losses of the batches."""
+
+    wants_loss = True
 
     def update(self, *inputs: Any) -> None:
-        used = map(_array, inputs[:1] if self.wants_loss else inputs)
-        super().update(type(self).function(*used, **self._chosen()))
+        super().update(_array(inputs[0]).mean())
 
     def eval(self) -> Any:
         return float(self.seen()[0].mean())
-
-
-class _PerSample(_OfBatches):
-    """The sum of a function of the batches, divided by the number of all samples: it returns both."""
-
-    def eval(self) -> Any:
-        values, counts = self.seen()[0].reshape(-1, 2).T
-        return float(values.sum() / counts.sum())
-
-
-def _overlap(output: Array, label: Array, *, smooth: float = 1e-5) -> Any:
-    """2 |both| / (|output| + |label|) of each batch, summed and divided by the number of samples."""
-    return [2 * (output * label).sum() / (np.square(output).sum() + np.square(label).sum() + smooth), len(label)]
-
-
-def _eval_type(name: str, value: Any) -> None:
-    if value not in ("classification", "multilabel"):
-        raise TypeError(problem(f"{name} is {value!r}", fix="classification or multilabel"))
-
-
-def _normalize(name: str, value: Any) -> None:
-    if value not in ("no_norm", "target", "prediction", "all"):
-        raise ValueError(problem(f"{name} is {value!r}", fix="no_norm, target, prediction or all"))
 
 
 def _classes(output: Array, label: Array) -> Array:
@@ -170,18 +155,6 @@ def _accuracy(output: Array, label: Array, *, eval_type: str = "classification")
     return float((output.argmax(1) == _classes(output, label)).mean())
 
 
-def _precision(output: Array, label: Array, *, eval_type: str = "classification") -> Array:
-    """The fraction of each class's predictions that are right; with ``average`` the mean over classes."""
-    right, predicted, _ = _counts(output, label, eval_type)
-    return _ratio(right, predicted)
-
-
-def _recall(output: Array, label: Array, *, eval_type: str = "classification") -> Array:
-    """The fraction of each class's labels that were predicted; with ``average`` the mean over classes."""
-    right, _, labels = _counts(output, label, eval_type)
-    return _ratio(right, labels)
-
-
 def _f_score(output: Array, label: Array, *, beta: float) -> Array:
     """(1 + beta^2) precision recall / (beta^2 precision + recall) of each class, or the mean."""
     right, predicted, labels = _counts(output, label)
@@ -201,18 +174,6 @@ def _perplexity(output: Array, label: Array, *, ignore_label: Any = None) -> flo
     counted = np.ones(label.shape, bool) if ignore_label is None else label != ignore_label
     chosen = output[np.arange(len(label)), np.where(counted, label, 0)][counted]
     return float(np.exp(-np.log(np.maximum(chosen, 1e-10)).mean()))
-
-
-def _similarities(rows: Array, *others: Array, similarity: Any = "cosine", reduction: Any = "none",
-                  zero_diagonal: Any = True) -> Array:  # fmt: skip
-    """The cosines of all pairs of rows. ``similarity``: "cosine" or "dot"; ``reduction``: "none", "sum" or "mean" over
-    rows; ``zero_diagonal``: set the similarity of a row with itself to 0."""
-    if similarity == "cosine":
-        rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    matrix = rows @ rows.T
-    if zero_diagonal:
-        np.fill_diagonal(matrix, 0)
-    return matrix if reduction == "none" else getattr(matrix, reduction)(-1)
 
 
 def _confusion(
@@ -259,12 +220,9 @@ def auc(x: Any, y: Any, reorder: bool = False) -> float:
     return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2))
 
 
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "eval_type": _eval_type, "normalize": _normalize, "k": lambda name, value: from_on(name, value, 1),
-}  # fmt: skip
 CLASSES: dict[str, Any] = {
     **classes_of({
-        "Accuracy": _accuracy, "ConfusionMatrix": _confusion, "CosineSimilarity": _similarities,
+        "Accuracy": _accuracy, "ConfusionMatrix": _confusion,
         "MAE": ("The absolute differences of a sample, summed; their mean over samples.",
                 lambda x, y: float(np.abs(x.reshape(y.shape) - y).sum() / len(y))),
         "MSE": ("The squared differences of a sample, summed; their mean over samples.",
@@ -275,20 +233,18 @@ CLASSES: dict[str, Any] = {
     }, _Kept, __name__),
     **classes_of({
         "F1": ("Fbeta with beta 1.", lambda output, label: _f_score(output, label, beta=1.0)), "Fbeta": _f_score,
-        "Precision": _precision, "Recall": _recall,
+        "Precision": (
+            "The fraction of each class's predictions that are right; with ``average`` the mean over classes.",
+            lambda output, label, *, eval_type="classification": _ratio(*_counts(output, label, eval_type)[:2])),
+        "Recall": (
+            "The fraction of each class's labels that were predicted; with ``average`` the mean over classes.",
+            lambda output, label, *, eval_type="classification": _ratio(*_counts(output, label, eval_type)[::2])),
     }, _OfClasses, __name__),
-    **classes_of({"Dice": _overlap}, _PerSample, __name__),
-    **classes_of({
-        "Loss": ("The mean of the losses of the batches.", lambda loss: np.mean(loss)),
-    }, _OfBatches, __name__, wants_loss=True),
+    "Loss": Loss,
 }  # fmt: skip
 globals().update(CLASSES)
-_NAMES = """
-    loss=Loss accuracy=Accuracy acc=Accuracy mae=MAE mse=MSE precision=Precision recall=Recall F1=F1 f1=F1 dice=Dice
-    roc_curve=ROC perplexity=Perplexity cosine_similarity=CosineSimilarity top_1_accuracy=Top1CategoricalAccuracy
-    top_5_accuracy=Top5CategoricalAccuracy confusion_matrix=ConfusionMatrix"""
 NAMES: dict[str, Callable[..., Metric]] = {
-    name: CLASSES[kind] for name, _, kind in (row.partition("=") for row in _NAMES.split())
+    name: CLASSES[kind] for name, _, kind in (row.partition("=") for row in TABLES["train"]["metrics"].split())
 }
 
 
@@ -300,7 +256,7 @@ def names() -> list[str]:
 def get_metric_fn(name: str, *args: Any, **kwargs: Any) -> Metric:
     """Return a metric by its name."""
     if name not in NAMES:
-        raise ValueError(problem(f"there is no metric {name!r}", fix=closest(name, NAMES)))
+        raise ValueError(problem(f"there is no metric {name!r}", fix=f"{closest(name, NAMES)}, or {{name: Metric}}"))
     return NAMES[name](*args, **kwargs)
 
 
@@ -310,14 +266,7 @@ def metrics_of(argument: Any) -> dict[str, Metric]:
         return {}
     if isinstance(argument, dict):
         return dict(argument)
-    listed: Iterable[str] = [argument] if isinstance(argument, str) else argument
-    metrics: dict[str, Metric] = {}
-    for name in listed:
-        if name not in NAMES:
-            fix = f"one of {', '.join(NAMES)}, or {{name: Metric}}"
-            raise ValueError(problem(f"there is no metric {name!r}", fix=fix))
-        metrics[name] = NAMES[name]()
-    return metrics
+    return {name: get_metric_fn(name) for name in ([argument] if isinstance(argument, str) else argument)}
 
 
 __all__ = ["Metric", "auc", "get_metric_fn", "names", "rearrange_inputs", *CLASSES]

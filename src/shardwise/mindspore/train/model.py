@@ -126,18 +126,15 @@ class Model:
         Callbacks read the metrics as ``eval_results`` of their parameters."""
         if valid_dataset is not None and self._eval_network is None:
             raise ValueError(problem("Model.fit has nothing to measure", fix="Model(..., metrics={'loss'})"))
-
-        def is_due(number: int) -> bool:
-            if isinstance(valid_frequency, int):
-                return number % valid_frequency == 0
-            return number in valid_frequency
-
-        evaluated = None if valid_dataset is None else (valid_dataset, is_due)
+        due = valid_frequency
+        if isinstance(due, int):
+            due = range(0, epoch + 1, from_on("valid_frequency", due, 1))
+        evaluated = None if valid_dataset is None else (valid_dataset, due)
         self._run(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch, evaluated)
 
     def _run(
         self, epoch: int, train_dataset: Any, callbacks: Any, dataset_sink_mode: bool, sink_size: int,
-        initial_epoch: int, evaluated: tuple[Any, Callable[[int], bool]] | None,
+        initial_epoch: int, evaluated: tuple[Any, Sequence[int]] | None,
     ) -> None:  # fmt: skip
         if self._train_network is None:
             raise ValueError(problem("Model.train needs an optimizer", fix="Model(net, loss_fn=loss, optimizer=opt)"))
@@ -171,7 +168,7 @@ class Model:
                     if run.get_stop_requested():
                         break
                 params.eval_results = {}
-                if evaluated is not None and evaluated[1](number):
+                if evaluated is not None and number in evaluated[1]:
                     wrapped_callbacks = [WhileTraining(callback) for callback in listed]
                     params.eval_results = params.metrics = self._evaluated(evaluated[0], wrapped_callbacks, number)
                     network.train()
@@ -210,9 +207,9 @@ class Model:
                 for metric in self._metrics.values():
                     metric.update_from(outputs, self._is_own and self._eval_indexes is None)
                 notify(listed, "on_eval_step_end", run)
-            params.metrics = {name: metric.eval() for name, metric in self._metrics.items()}
+            params.metrics = measured = {name: metric.eval() for name, metric in self._metrics.items()}
             notify(listed, "on_eval_end", run)
-        return params.metrics
+        return measured
 
     def build(self, train_dataset: Any = None, valid_dataset: Any = None, sink_size: int = -1, epoch: int = 1) -> None:
         """Do nothing; kept for programs that call it. Networks are captured in their first step."""

@@ -1,31 +1,24 @@
-"""Callbacks that record a run (curves for TensorBoard, backups from which it can resume), or watch a value and act on
-it: stop, or reduce the learning rate."""
+"""Callbacks that record a run (curves for TensorBoard), or watch a value and act on it: stop, or reduce the learning
+rate."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise import rank
 from shardwise.errors import problem
-from shardwise.mindspore import rank_groups
 from shardwise.mindspore.checks import closest, from_on, one_of, within
-from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor_methods import asnumpy
-from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, loss_value, print_line
+from shardwise.mindspore.train.callback import Callback, RunContext, loss_value
 from shardwise.mindspore.train.model import size_of, steps_of
-from shardwise.mindspore.train.serialization import load_checkpoint, load_param_into_net, save_checkpoint
 
 KINDS = {"scalar": "add_scalar", "tensor": "add_histogram", "histogram": "add_histogram", "image": "add_images"}
 TENSORBOARD = "pip install tensorboard, which torch.utils.tensorboard writes with"
@@ -131,102 +124,6 @@ class SummaryCollector(Callback):
         if self._record is not None:
             self._record.close()
             self._record = None
-
-
-class BackupAndRestore(Callback):
-    """Backup of the network, its optimizer's states and the epoch number in ``backup_dir`` at the end of epochs
-    (``save_freq="epoch"``) or every ``save_freq`` steps. They are restored when training begins. ``delete_checkpoint``:
-    remove the file at the end of a run. Each rank needs a folder of its own."""
-
-    def __init__(self, backup_dir: str, save_freq: str | int = "epoch", delete_checkpoint: bool = True) -> None:
-        if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
-            raise ValueError(problem(f"save_freq is {save_freq!r}", fix='"epoch", or a number of steps from 1'))
-        self._file, self._every, self._delete = Path(backup_dir) / "backup.ckpt", save_freq, delete_checkpoint
-
-    def begin(self, run_context: RunContext) -> None:
-        params = run_context.original_args()
-        if params.mode != "train" or not self._file.exists():
-            return
-        values = load_checkpoint(str(self._file))
-        params.cur_step_num = int(values.pop("step_num"))
-        params.begin_epoch = int(values.pop("epoch_num"))
-        load_param_into_net(params.network, values)
-        if params.optimizer is not None:
-            load_param_into_net(params.optimizer, values)
-
-    def step_end(self, run_context: RunContext) -> None:
-        params = run_context.original_args()
-        if params.mode == "train" and isinstance(self._every, int) and params.cur_step_num % self._every == 0:
-            self._save(params, params.cur_epoch_num - 1)
-
-    def epoch_end(self, run_context: RunContext) -> None:
-        params = run_context.original_args()
-        if params.mode == "train" and self._every == "epoch":
-            self._save(params, params.cur_epoch_num)
-
-    def end(self, run_context: RunContext) -> None:
-        if run_context.original_args().mode == "train" and self._delete:
-            self._file.unlink(missing_ok=True)
-
-    def _save(self, params: CallbackParams, epochs: int) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        beside = self._file.with_name("new.ckpt")
-        info = {"epoch_num": epochs, "step_num": params.cur_step_num}
-        save_checkpoint(params.network, str(beside), append_dict=info, optimizer=params.optimizer)
-        os.replace(beside, self._file)  # replace the file atomically
-
-
-class OnRequestExit(
-    WithSettings, Callback, save_ckpt=True, save_mindir=False, file_name="Net", directory="./", sig=signal.SIGTERM
-):
-    """Stop on a signal, by default SIGTERM. All ranks end after the same step.
-
-    ``save_ckpt``: write a checkpoint ``<directory>/<file_name>_train.ckpt`` then. ``save_mindir`` is not supported.
-    """
-
-    _is_requested = False
-    _before: Any = None  # the previous signal handler
-
-    def _settle(self) -> None:
-        if self.sig == signal.SIGKILL:
-            raise ValueError(problem("a process cannot act on SIGKILL", fix="signal.SIGTERM, or SIGUSR1"))
-        if self.save_mindir:
-            note("OnRequestExit writes a checkpoint and no MINDIR file: ms.export does that")
-        self._file = Path(self.directory) / f"{self.file_name}_train.ckpt"
-
-    def begin(self, run_context: RunContext) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError(problem("OnRequestExit is used in a thread", fix="signals reach the main thread"))
-        self._before = signal.signal(self.sig, self._request) or signal.SIG_DFL
-
-    def _request(self, number: int, frame: Any) -> None:
-        self._is_requested = True
-
-    def step_end(self, run_context: RunContext) -> None:
-        params = run_context.original_args()
-        if params.mode != "train" or not _on_any_rank(self._is_requested):
-            return
-        if self.save_ckpt:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            save_checkpoint(params.network, str(self._file), optimizer=params.optimizer)
-        print_line(f"epoch: {params.cur_epoch_num} step: {params.step_in_epoch}: training ends on request")
-        run_context.request_stop()
-
-    def end(self, run_context: RunContext) -> None:
-        self.__exit__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is not None:
-            signal.signal(self.sig, self._before)
-            self._before = None
-
-
-def _on_any_rank(flag: bool) -> bool:
-    """Return whether the flag is true on any rank (one small message)."""
-    if not dist.is_initialized():
-        return flag
-    device = "cuda" if rank_groups.backend() == "nccl" else "cpu"
-    return bool(rank_groups.all_reduce(torch.tensor(int(flag), device=device), "max", find_group()))
 
 
 class DatasetHelper:
@@ -381,6 +278,6 @@ class History(Callback):
 
 
 __all__ = [
-    "BackupAndRestore", "DatasetHelper", "EarlyStopping", "History", "LearningRateScheduler", "OnRequestExit",
-    "ReduceLROnPlateau", "SummaryCollector", "SummaryRecord",
+    "DatasetHelper", "EarlyStopping", "History", "LearningRateScheduler", "ReduceLROnPlateau", "SummaryCollector",
+    "SummaryRecord",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise import Mesh, rank
 from shardwise.errors import problem
-from shardwise.mindspore import calls, context
+from shardwise.mindspore import calls, context, protobuf
 from shardwise.mindspore.checks import unknown_words
 from shardwise.mindspore.holding import Held, gathered, hold, holding_of, is_elsewhere, joined, own_shard
 from shardwise.mindspore.library import format_layout, load_exported, parse_layout, save_exported
@@ -22,7 +22,6 @@ from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.parameter_names import checkpoint_buffers, checkpoint_names, unwrapped
 from shardwise.mindspore.tensor import Parameter, as_torch
-from shardwise.mindspore.train import protobuf_checkpoint
 
 FORMAT = "shardwise-rank-checkpoint"
 
@@ -94,7 +93,7 @@ def save_checkpoint(
     path = path if path.suffix == ".ckpt" else path.with_name(path.name + ".ckpt")
     if format == "mindspore":
         whole = {name: tensor for name, (tensor, *_) in kept.items() if not name.startswith("step.")}
-        protobuf_checkpoint.write(path, whole, append_dict or {})
+        protobuf.write_checkpoint(path, whole, append_dict or {})
         return
     write(path, entries, append_dict or {}, rank())
 
@@ -196,8 +195,8 @@ def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
     path = Path(file)
     if not path.exists():
         raise ValueError(problem(f"there is no checkpoint {path}", fix="each rank has its own: .../<rank>/<name>.ckpt"))
-    if not protobuf_checkpoint.is_zip(path):
-        tensors, texts = protobuf_checkpoint.read(path)
+    if not protobuf.is_zip(path):
+        tensors, texts = protobuf.read_checkpoint(path)
         pieces = {name: Slice(tensor, name, tensor.is_floating_point()) for name, tensor in tensors.items()}
         for name, piece in pieces.items():
             piece.path = name

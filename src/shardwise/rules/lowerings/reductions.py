@@ -20,11 +20,6 @@ def count_of(x: Tensor, dims: Sequence[int]) -> int:
     return prod(x.shape[dim] for dim in dims)
 
 
-def mean(self: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    dims = dims_of(dim, self.dim())
-    return torch.sum(self, dims, keepdim, dtype=dtype) / count_of(self, dims)
-
-
 def _moments(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Variance and mean. ``correction`` None: 1, as in PyTorch."""
     dims = dims_of(dim, x.dim())
@@ -46,37 +41,21 @@ def _root(x: Tensor) -> Tensor:
     return x.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
 
 
-def _overloads(results: Callable[[Tensor, Tensor], Any]) -> dict[str, Callable[..., Any]]:
-    """Return the lowerings of an operator's overloads. ``results``: what it returns, of the variance and the mean."""
+def _of_moments(results: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:
+    """Return a lowering. ``results``: what the operator returns, of the variance and the mean."""
 
-    def by_correction(self: Tensor, dim: Dims = None, correction: float | None = None, keepdim: bool = False) -> Any:
+    def of_moments(self: Tensor, dim: Dims = None, correction: float | None = None, keepdim: bool = False) -> Any:
         return results(*_moments(self, dim, correction, keepdim))
 
-    def by_dim(self: Tensor, dim: Dims, unbiased: bool = True, keepdim: bool = False) -> Any:
-        return by_correction(self, dim, int(unbiased), keepdim)
-
-    def of_all(self: Tensor, unbiased: bool = True) -> Any:
-        return by_correction(self, None, int(unbiased))
-
-    return {"": of_all, ".dim": by_dim, ".correction": by_correction}
+    return of_moments
 
 
-_OF_MOMENTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "var": lambda variance, average: variance,
-    "std": lambda variance, average: _root(variance),
-    "var_mean": lambda variance, average: (variance, average),
-    "std_mean": lambda variance, average: (_root(variance), average),
-}
 MOMENTS = {
-    f"{name}{overload}": lowering
-    for name, results in _OF_MOMENTS.items()
-    for overload, lowering in _overloads(results).items()
+    "var": _of_moments(lambda variance, average: variance),
+    "std": _of_moments(lambda variance, average: _root(variance)),
+    "var_mean": _of_moments(lambda variance, average: (variance, average)),
+    "std_mean": _of_moments(lambda variance, average: (_root(variance), average)),
 }
-
-
-def nanmean(self: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    dims = dims_of(dim, self.dim())
-    return torch.nansum(self, dims, keepdim, dtype=dtype) / self.isnan().logical_not().sum(dims, keepdim)
 
 
 def vector_norm(
@@ -103,34 +82,6 @@ def norm(
     self: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor:
     return vector_norm(self, 2 if p is None else p, dim, keepdim, dtype=dtype)
-
-
-def linalg_norm(
-    self: Tensor,
-    ord: float | str | None = None,
-    dim: Dims = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Compute the norm of vectors, "fro", or without an order."""
-    return vector_norm(self, 2 if ord is None or isinstance(ord, str) else ord, dim, keepdim, dtype=dtype)
-
-
-def matrix_norm(
-    self: Tensor,
-    ord: str = "fro",
-    dim: Sequence[int] = (-2, -1),
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    assert ord == "fro", "other matrix norms are decompositions"
-    return vector_norm(self, 2, dim, keepdim, dtype=dtype)
-
-
-def frobenius_norm(self: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
-    return vector_norm(self, 2, dim, keepdim)
 
 
 def amax(self: Tensor, dim: int | Sequence[int] = (), keepdim: bool = False) -> Tensor:

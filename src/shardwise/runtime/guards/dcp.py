@@ -368,6 +368,7 @@ class ShardIndex:
             memory_place(x): record for x, record, is_part in states if not is_part and record.layout.positions
         }
         self._owners = Owners(every)
+        self._of_one_rank = Owners((x, record) for x, record, is_part in states if not is_part and record.is_shard)
         self._exact = {memory_place(tensor): record for tensor, record in every if tensor.numel()}
         # An empty shard is recognized by shape and name.
         self._empty: dict[torch.Size, list[ShardRecord]] = defaultdict(list)
@@ -379,9 +380,10 @@ class ShardIndex:
     def shards_in(self, value: Any) -> Iterator[ShardRecord]:
         """Yield the shards whose memory a value (containers, modules, optimizers) uses."""
         for tensor in _tensors_in(value):
-            record = self._owners.of(tensor) if type(tensor) in (Tensor, torch.nn.Parameter) else None
-            if record is not None:
-                yield record
+            if type(tensor) in (Tensor, torch.nn.Parameter):
+                record = self._owners.of(tensor) or self._of_one_rank.of(tensor)
+                if record is not None:
+                    yield record
 
     def replaced(
         self, tree: Any, replace: Callable[[Tensor, ShardRecord, tuple[Any, Any]], Any], path: Path = ()

@@ -1,13 +1,16 @@
-"""Decide which optimizers may update shards: those that update every element by itself.
+"""Decide which optimizers may update shards: those that update every element by itself, and those that are given
+whole matrices.
 
 An optimizer that treats a shard as the whole parameter is correct exactly if an element's new value depends on that
-element's history alone. Torch's own such optimizers are in ``ELEMENTWISE``; LBFGS (inner products), Adafactor (row and
-column means) and Muon (singular values) are not. Others must be declared with ``elementwise_optimizer``.
+element's history alone. Torch's own such optimizers are in ``ELEMENTWISE``. LBFGS (inner products), Adafactor (row and
+column means) and Muon (singular values) are not: they get whole tensors (``matrix_optimizers``). Others must be
+declared with ``elementwise_optimizer`` or ``matrix_optimizer``.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -26,6 +29,14 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
 )  # fmt: skip
 
+# Those that need whole parameters -> whether they also look at all parameters together.
+MATRIX_KINDS: Mapping[type[Optimizer], bool] = {
+    torch.optim.Muon: False,
+    torch.optim.Adafactor: False,
+    torch.optim.LBFGS: True,
+}
+
+declared_matrixwise: WeakKeyDictionary[type[Optimizer], bool] = WeakKeyDictionary()  # as MATRIX_KINDS; they gather
 _declared: WeakSet[type[Optimizer]] = WeakSet()
 _trusted: WeakSet[type[Optimizer]] = WeakSet()  # classes found element-wise; looked up at every step
 _passed: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()  # others without shards: parameters
@@ -36,7 +47,9 @@ def elementwise_optimizer(kind: OptimizerType) -> OptimizerType:
     """Declare that an optimizer class updates every element by itself, so that it may update shards.
 
     Use it as a decorator or as a call: ``sw.elementwise_optimizer(Lion)``. Do not declare a class that takes a norm,
-    mean or inner product of a parameter, gradient or state, as LARS, LAMB, Adafactor, Muon and Shampoo do.
+    mean or inner product of a parameter, gradient or state, as LARS, LAMB and Shampoo do: see ``matrix_optimizer``.
+    A declaration states no price: ``sw.plan(optimizer=...)`` counts the memory and seconds of the names that it knows,
+    and refuses others. ``sw.prepare`` looks for the class's name among them, and else counts AdamW, with a warning.
 
     Args:
         kind: The optimizer class, a subclass of ``torch.optim.Optimizer``.
@@ -57,17 +70,34 @@ def elementwise_optimizer(kind: OptimizerType) -> OptimizerType:
 def is_elementwise(kind: type[Optimizer]) -> bool:
     """Return whether a class is known or declared to be element-wise, or derives from such a class without overriding
     any of its methods (except the constructor)."""
+    return _base(kind, (*ELEMENTWISE, *_declared)) is not None
+
+
+def is_matrixwise(kind: type[Optimizer]) -> bool:
+    """Return whether the steps of a class gather whole matrices, as ``is_elementwise`` finds out."""
+    return _base(kind, declared_matrixwise) is not None
+
+
+def looks_at_all(kind: type[Optimizer]) -> bool:
+    """Return whether a class of whole matrices looks at all of them together."""
+    base = _base(kind, declared_matrixwise)
+    return base is not None and declared_matrixwise[base]
+
+
+def _base(kind: type[Optimizer], known: Collection[type[Optimizer]]) -> type[Optimizer] | None:
+    """Return the first base of a class that is known, unless a class between them overrides a method."""
     for position, base in enumerate(kind.__mro__):
-        if base in ELEMENTWISE or base in _declared:
-            return not any(_replaces(derived, base) for derived in kind.__mro__[:position])
-    return False
+        if base in known:
+            overridden = any(_replaces(derived, base) for derived in kind.__mro__[:position])
+            return None if overridden else base
+    return None
 
 
 def _replaces(derived: type, base: type) -> bool:
     for name, attribute in vars(derived).items():
         if not (name.startswith("__") and name.endswith("__")):
             inherited = inspect.getattr_static(base, name, None)
-            if inherited is not None and _bare(attribute) is not _bare(inherited):
+            if inherited is not None and bare_step(attribute) is not bare_step(inherited):
                 return True
     return False
 
@@ -77,16 +107,32 @@ def known_elementwise(kind: type[Optimizer]) -> bool:
     return is_elementwise(kind) and not any(base in _declared for base in kind.__mro__)
 
 
-def bare_step(kind: type[Optimizer]) -> Any:
-    """Return the original step of a class, which calls no hooks."""
-    return _bare(kind.step)
-
-
-def _bare(method: Any) -> Any:
-    """Remove the wrappers that torch puts on a step when the first optimizer of a class is created."""
+def bare_step(method: Any) -> Any:
+    """Remove the wrappers that torch puts on a step, to call hooks, when the first optimizer of a class is created."""
     while getattr(method, "__code__", None) is _HOOKED:
         method = method.__wrapped__
     return method
+
+
+def hooked_step(kind: type[Optimizer]) -> Any:
+    """Return the function in the step of a class that calls torch's hooks, which torch puts there when the first
+    optimizer of the class is created."""
+    step: Any = kind.step
+    while step is not None and getattr(step, "__code__", None) is not _HOOKED:
+        step = getattr(step, "__wrapped__", None)
+    if step is None:
+        step = kind.step = Optimizer.profile_hook_step(kind.step)  # type: ignore[method-assign, assignment]
+        step.hooked = True
+    return step
+
+
+def subclasses_with_step_of(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    """Yield the subclasses whose step is that of a class, between hooks of their own: torch puts those there if an
+    optimizer of the subclass is created first."""
+    for derived in kind.__subclasses__():
+        if bare_step(derived.step) is bare_step(kind.step):
+            yield derived
+            yield from subclasses_with_step_of(derived)
 
 
 def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -97,7 +143,7 @@ def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         return
     if issubclass(kind, torch.optim.SparseAdam):
         _check_sparse(optimizer)
-    if is_elementwise(kind):
+    if is_elementwise(kind) or is_matrixwise(kind):
         _trusted.add(kind)
         return
     parameters = tuple(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
@@ -124,19 +170,12 @@ def _check_sparse(optimizer: Optimizer) -> None:
 
 
 def _refusal(kind: type[Optimizer], name: str, layout: str, count: int) -> str:
-    names = ", ".join(base.__name__ for base in ELEMENTWISE)
-    part = f"this rank holds a shard of {_among(name, count)}"
-    if kind.__module__.startswith("torch.optim"):
-        return problem(
-            f"torch.optim.{kind.__name__} needs whole parameters, but {part}",
-            source=f"{name}: {layout}",
-            fix=f"use an element-wise optimizer ({names}), or give it only parameters that the plan does not shard",
-        )
     return problem(
-        f"{kind.__qualname__} is not known to update every element independently, and {part}",
+        f"{kind.__qualname__} is not known to update every element independently, and this rank holds a shard of "
+        f"{_among(name, count)}",
         source=f"{name}: {layout}",
         fix=f"if it takes no norm, mean or product over a parameter, call sw.elementwise_optimizer({kind.__name__}) "
-        f"once; otherwise use one of {names}",
+        f"once; if it does, sw.matrix_optimizer({kind.__name__}), which gives it whole parameters",
     )
 
 

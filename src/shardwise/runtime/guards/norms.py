@@ -98,10 +98,10 @@ def total_norm(
             f"the total norm of order {order} of the gradients is {total.item()}: they cannot be clipped "
             "(error_if_nonfinite=False scales them by it anyway)"
         )
-    return total.to(reduce(torch.promote_types, (_accumulator(t.dtype) for t, _ in tensors), torch.float32))
+    return total.to(reduce(torch.promote_types, (accumulator(t.dtype) for t, _ in tensors), torch.float32))
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the real dtype in which a norm is computed: float32 for anything narrower."""
     return torch.promote_types(dtype.to_real() if dtype.is_complex else dtype, torch.float32)
 

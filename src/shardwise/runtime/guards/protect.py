@@ -26,13 +26,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from shardwise.errors import ShardwiseError, listed
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_embedding import device_of
 from shardwise.runtime.guards import dcp
 from shardwise.runtime.guards.elementwise_optimizers import before_step
+from shardwise.runtime.guards.matrix_optimizers import have_whole_states, wrap_torch_optimizers
 from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import (
     Owners,
@@ -43,7 +44,7 @@ from shardwise.runtime.guards.registry import (
     held_shards,
     register_module,
 )
-from shardwise.runtime.hooks import foreign_wrapper_error
+from shardwise.runtime.hooks import foreign_wrapper_error, watch_optimizers
 from shardwise.runtime.state_dict_entries import KEY, check_entries, shard_metadata
 
 Norm = Callable[..., torch.Tensor]
@@ -54,14 +55,9 @@ def protect(parallel: nn.Module, records: Mapping[str, ShardRecord], everyone: C
     """Make torch's functions handle the parameters of this module from now on. ``records``: its shards, by name;
     ``everyone``: all ranks, if each holds some stages. Raises ShardwiseError if this version of torch lacks a function
     to patch."""
-    _watch_optimizers()
+    watch_optimizers(before_step)
     if register_module(parallel, records, everyone):
         _install()
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(before_step)
 
 
 @cache
@@ -82,6 +78,7 @@ def _install() -> None:
     for place, name, wrap in patches:
         if wrap is not None:
             setattr(place, name, bind_wrapper(getattr(place, name), wrap))
+    wrap_torch_optimizers()
 
 
 def _refuse_shards(init: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -104,17 +101,17 @@ def _refuse_draws(function: Callable[..., Any], tensor: torch.Tensor, *args: Any
 
 def _state_dict(state_dict: Callable[[Optimizer], dict[str, Any]], self: Optimizer) -> dict[str, Any]:
     """Record in ``Optimizer.state_dict`` whose shards the states belong to."""
-    shard_of = {i: (record.layout, record.ranks.coordinates) for i, record in _shards_of(self).items()}
-    return state_dict(self) | ({KEY: shard_metadata(shard_of, dist.get_rank())} if shard_of else {})
+    shards = _shards_of(self)
+    return state_dict(self) | ({KEY: shard_metadata(shards, dist.get_rank())} if shards else {})
 
 
 def _load_state_dict(load_state_dict: Callable[..., None], self: Optimizer, state_dict: dict[str, Any]) -> None:
     """Refuse the states of another rank's shards in ``Optimizer.load_state_dict``."""
     shards = _shards_of(self) if KEY in state_dict else {}
-    shard_of = {i: (record.layout, record.ranks.coordinates) for i, record in shards.items()}
-    rank = dist.get_rank() if shard_of else 0
-    check_entries(state_dict.get(KEY, {}), shard_of, rank, lambda i: f"states of {shards[i].name}")
+    rank = dist.get_rank() if shards else 0
+    check_entries(state_dict.get(KEY, {}), shards, rank, lambda i: f"states of {shards[i].name}")
     load_state_dict(self, state_dict)
+    have_whole_states(self)
 
 
 def _shards_of(optimizer: Optimizer) -> dict[int, ShardRecord]:

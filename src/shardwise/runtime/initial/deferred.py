@@ -18,11 +18,9 @@ The constructor must behave as if it ran on the CPU. Three measures ensure this:
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,6 +35,8 @@ from torch.utils import _pytree as pytree
 
 from shardwise.dispatch_mode import DispatchMode
 from shardwise.errors import ShardwiseError
+from shardwise.graph.origins import calling_line
+from shardwise.programs.forms import is_dense
 from shardwise.runtime.initial.partial_values import FILLS, Regions
 from shardwise.runtime.initial.replay import (
     DEFAULT_GENERATOR,
@@ -316,7 +316,7 @@ class TapeRecorder(DispatchMode):
             return _ref(leaf, link[1])
         if leaf.is_meta:
             what = f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, but it has no values"
-            raise ShardwiseError(what, source=_user_line(), fix="create it inside sw.deferred()")
+            raise ShardwiseError(what, source=calling_line(), fix="create it inside sw.deferred()")
         kept = leaf.clone() if leaf.untyped_storage().nbytes() <= _CONSTANT_COPY_BYTES else leaf
         return TapeConstant(kept, kept._version)
 
@@ -331,7 +331,7 @@ class TapeRecorder(DispatchMode):
     def _check_tape(self, link: tuple[InitTape, int]) -> tuple[InitTape, int]:
         if link[0] is not self.tape:
             what = "a tensor recorded in one deferred() context is used in another"
-            raise ShardwiseError(what, source=_user_line(), fix="build the whole model in one sw.deferred() context")
+            raise ShardwiseError(what, source=calling_line(), fix="build the whole model in one sw.deferred() context")
         return link
 
 
@@ -384,7 +384,7 @@ def _require_cpu(func: Callable[..., Any], device: torch.device | str | int | No
 
 def _problem(func: Callable[..., Any], what: str, fix: str) -> ShardwiseError:
     name = str(func) if isinstance(func, OpOverload) else getattr(func, "__name__", str(func))
-    return ShardwiseError(f"deferred() cannot record {name}: it {what}", source=_user_line(), fix=fix)
+    return ShardwiseError(f"deferred() cannot record {name}: it {what}", source=calling_line(), fix=fix)
 
 
 def _link(tensor: torch.Tensor) -> tuple[InitTape, int] | None:
@@ -395,20 +395,10 @@ def _link(tensor: torch.Tensor) -> tuple[InitTape, int] | None:
 
 def _ref(tensor: torch.Tensor, storage: int) -> StorageRef:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    covers = tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes() and _is_dense(shape, stride)
+    covers = tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes() and is_dense(shape, stride)
     return StorageRef(
         storage, tensor.dtype, int(tensor.storage_offset()), shape, stride, covers, tensor.is_conj(), tensor.is_neg()
     )
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether the elements fill their memory without overlap or gaps."""
-    expected = 1
-    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _is_random(func: OpOverload) -> bool:
@@ -431,12 +421,3 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         if argument.alias_info and argument.alias_info.is_write
     ]
     return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
-
-
-def _user_line() -> str:
-    """Return the innermost line that is neither torch's nor this package's, as ``model.py:41``."""
-    not_users = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(not_users):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -7,4 +7,4 @@ from shardwise.mindspore.named import absent
 globals().update(CELLS)
 __all__ = ["functional"]
 __all__ += list(CELLS)
-__getattr__ = absent(__name__, lambda: __all__, {"Sequential": "nn.SequentialCell", "ModuleList": "nn.CellList"})
+__getattr__ = absent(__name__, lambda: __all__)

@@ -1,0 +1,294 @@
+"""Asks one GPU what only a GPU can say, in ten minutes at most: every answer is a line of JSON.
+
+``make bench-gpu-run``. Each part is a process of its own with a limit of its own, in order of worth: one that fails or
+hangs costs its limit, and says so. Lines go to the terminal and to ``--json``.
+
+Run ``python benchmarks/gpu_run.py [--only equal copies] [--seconds 420]``. Without a GPU: ``--dry`` runs every part
+with tiny sizes on the CPU, which shows that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_steps import MODELS, training_step
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.graph.head_losses import FEWEST_LOGITS
+
+MARK = "@@"  # ahead of a line of a part
+# Losses in float32 of the same arithmetic in another order; gradients of norms with few terms round most.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 2e-4, 1e-2
+STEPS, TIMED_STEPS = 3, 10
+Lines = Iterator[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where a part runs. ``tiny``: small sizes, on the CPU."""
+
+    tiny: bool
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.tiny else "cuda")
+
+    def wait(self) -> None:
+        if not self.tiny:
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        gc.collect()
+        if not self.tiny:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.tiny else torch.cuda.max_memory_allocated()
+
+    def seconds(self, act: Callable[[], object], times: int = TIMED_STEPS) -> float:
+        """Return the seconds of a call, over several after one that warms up."""
+        act()
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(times):
+            act()
+        self.wait()
+        return (time.perf_counter() - start) / times
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to train. ``plan``, ``parallelize``: arguments of these functions."""
+
+    name: str
+    model: str = "llama"
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    parallelize: Mapping[str, Any] = field(default_factory=dict)
+
+
+SETTINGS = (
+    *(Setting(model, model) for model in ("gpt2", "llama", "vit", "bert")),
+    Setting("recompute all", plan={"recompute": "full"}),
+    Setting("ZeRO 3", plan={"mode": "data_parallel", "zero": 3}),
+    Setting("offload", plan={"offload": "all"}),
+    Setting("states on the host", plan={"optimizer": "adamw on host"}),
+    Setting("two micro-batches", plan={"global_batch": 2, "micro_batch": 1}),
+    Setting("compiled", parallelize={"compile": True}),
+)
+
+
+def environment(here: Here) -> Lines:
+    """Versions, and the device as the library sees it."""
+    yield {"torch": torch.__version__, "python": platform.python_version(), "shardwise": sw.__version__}
+    if not here.tiny:
+        found = torch.cuda.get_device_properties(0)
+        yield {"gpu": found.name, "bytes": found.total_memory, "nccl": torch.cuda.nccl.version()}
+    yield {"cluster": sw.Cluster.local(1).name, "usable_bytes": sw.Cluster.local(1).device.usable_bytes}
+
+
+def equal(here: Here) -> Lines:
+    """Losses, and gradients of the first step, beside plain PyTorch in float32: small models, every kind of plan."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    for setting in SETTINGS:
+        torch.manual_seed(0)
+        model, inputs = MODELS[setting.model](True)
+        inputs = {k: v.to(here.device, torch.float32 if v.is_floating_point() else v.dtype) for k, v in inputs.items()}
+        alone = model.to(here.device, torch.float32).train()
+        plan = sw.plan(copy.deepcopy(alone), inputs, 1, mesh=sw.Mesh(dp=1), **setting.plan)
+        par = sw.parallelize(
+            copy.deepcopy(alone), plan, device=here.device, **{"compile": False, **setting.parallelize}
+        )
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (alone, par)]
+        losses, worst = [], 0.0
+        for step in range(STEPS):
+            expected = alone(**inputs).loss
+            expected.backward()
+            found = par.step(**inputs)
+            losses.append((found.item(), expected.item()))
+            if not step:
+                gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+                own = {name: p.grad for name, p in par.named_parameters()}
+                worst = max(_distance(own[name], gradient) for name, gradient in gradients.items())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        ok = worst <= GRADIENT_TOLERANCE and all(abs(a - b) <= LOSS_TOLERANCE * abs(b) for a, b in losses)
+        yield {"setting": setting.name, "model": setting.model, "ok": ok, "losses": losses, "worst_gradient": worst}
+        here.free()
+
+
+def _distance(found: Tensor | None, expected: Tensor) -> float:
+    if found is None:
+        return float("inf")
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+def peaks(here: Here) -> Lines:
+    """Bytes at the peak of a step beside the prediction, and seconds beside the simulated ones."""
+    for name in ("gpt2", "llama"):
+        torch.manual_seed(0)
+        model, inputs = MODELS[name](here.tiny)
+        model = model.to(here.device, torch.bfloat16).train()
+        inputs = {key: value.to(here.device) for key, value in inputs.items()}
+        plan = sw.plan(model, inputs, sw.Cluster.local(1), recompute="none").plan
+        par = sw.parallelize(model, plan, compile=False, device=here.device)
+        step = training_step(lambda par=par, inputs=inputs: par.step(**inputs), par, here.device)
+        step()
+        here.free()
+        seconds, predicted = here.seconds(step), plan.predicted
+        assert predicted is not None, "it was planned for a cluster"
+        yield {"model": name, "seconds": seconds, "predicted_seconds": predicted.simulated_seconds}
+        yield {"model": name, "peak_bytes": here.peak_bytes, "predicted_peak_bytes": predicted.peak_bytes}
+        del model, par, step
+
+
+def head_loss(here: Here) -> Lines:
+    """A head with its cross entropy as one operator beside both: seconds, bytes at the peak, the distance of losses."""
+    vocab, width, tokens = (512, 32, 64) if here.tiny else (131_072, 4096, 8192)
+    for fused in (False, True):
+        here.free()
+        torch.manual_seed(0)
+        dtype = torch.float32 if here.tiny else torch.bfloat16
+        head = nn.Linear(width, vocab, bias=False).to(here.device, dtype)
+        hidden = torch.randn(tokens, width, device=here.device, dtype=dtype)
+        labels = torch.randint(vocab, (tokens,), device=here.device)
+        with _heads_fused_from(0 if fused else sys.maxsize):
+            par = sw.parallelize(
+                head, sw.plan(head, (hidden, labels), 1, mesh=sw.Mesh(dp=1), loss=F.cross_entropy),
+                loss=F.cross_entropy, compile=False, device=here.device,
+            )  # fmt: skip
+            loss = par.step(hidden, labels).item()
+            seconds = here.seconds(partial(par.step, hidden, labels))
+        peak = here.peak_bytes
+        del head, hidden, labels, par  # before the next round counts its own
+        yield {"fused": fused, "loss": loss, "seconds": seconds, "peak_bytes": peak}
+
+
+@contextlib.contextmanager
+def _heads_fused_from(logits: int) -> Iterator[None]:
+    from shardwise.graph import head_losses
+
+    head_losses.FEWEST_LOGITS = logits
+    try:
+        yield
+    finally:
+        head_losses.FEWEST_LOGITS = FEWEST_LOGITS
+
+
+def copies(here: Here) -> Lines:
+    """Bytes per second between the host and the device, from pageable and from pinned memory."""
+    num_bytes = 2**20 if here.tiny else 2**30
+    for pinned in (False, True):
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned and not here.tiny)
+        there = torch.empty(num_bytes, dtype=torch.uint8, device=here.device)
+        to_device = here.seconds(lambda h=host, t=there: t.copy_(h, non_blocking=True))
+        to_host = here.seconds(lambda h=host, t=there: h.copy_(t, non_blocking=True))
+        yield {"pinned": pinned, "to_device": num_bytes / to_device, "to_host": num_bytes / to_host}
+    yield {"assumed": sw.Cluster.local(1).device.host_bandwidth}
+
+
+def steps(here: Here) -> Lines:
+    """Steps of transformers models beside plain PyTorch's, eager and compiled (``gpu_steps.py``)."""
+    script = Path(__file__).with_name("gpu_steps.py")
+    for name in ("gpt2", "llama", "vit"):
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Path(folder) / "steps.json"
+            size = ["--tiny", "--device", "cpu", "--rounds", "2"] if here.tiny else ["--rounds", "20"]
+            command = [sys.executable, str(script), "--models", name, "--json", str(kept), *size]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                yield {"model": name, "failed": done.stderr[-1000:]}
+                continue
+            (seconds,) = json.loads(kept.read_text())["seconds"].values()
+            yield {"model": name, "medians": {who: sorted(all_)[len(all_) // 2] for who, all_ in seconds.items()}}
+
+
+PARTS: Mapping[str, tuple[Callable[[Here], Lines], int]] = {  # with limits in seconds
+    "environment": (environment, 60),
+    "equal": (equal, 120),
+    "peaks": (peaks, 90),
+    "head_loss": (head_loss, 60),
+    "copies": (copies, 30),
+    "steps": (steps, 300),
+}
+
+
+def run_part(name: str, here: Here) -> None:
+    """Print the lines of a part, in this process."""
+    warnings.simplefilter("ignore")
+    sw.init_ranks()
+    for line in PARTS[name][0](here):
+        print(MARK + json.dumps({"part": name, **line}), flush=True)
+
+
+def run_parts(names: list[str], dry: bool, seconds: float) -> Lines:
+    """Yield the lines of parts, each in a process of its own, and how each ended."""
+    began = time.monotonic()
+    for name in names:
+        start = time.monotonic()
+        limit = min(PARTS[name][1] * (4 if dry else 1), seconds - (start - began))
+        if limit <= 0:
+            yield {"part": name, "ended": "skipped: no time is left"}
+            continue
+        command = [sys.executable, __file__, "--part", name, *(["--dry"] if dry else [])]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            try:
+                out, errors = process.communicate(timeout=limit)
+                ended = "well" if not process.returncode else f"with exit code {process.returncode}: {errors[-2000:]}"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                out, errors = process.communicate()
+                ended = f"at its limit of {limit:.0f} s: {errors[-2000:]}"
+        yield from (json.loads(line.removeprefix(MARK)) for line in out.splitlines() if line.startswith(MARK))
+        yield {"part": name, "ended": ended, "seconds": round(time.monotonic() - start, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=600.0, help="of all parts")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, to see that it runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep the lines")
+    parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.dry and not torch.cuda.is_available():
+        parser.error("there is no GPU: --dry runs every part on the CPU")
+    if options.part:
+        run_part(options.part, Here(options.dry))
+        return
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(options.json.open("w")) if options.json else None
+        failed = False
+        for line in run_parts(options.only, options.dry, options.seconds):
+            print(json.dumps(line), flush=True)
+            if file is not None:
+                print(json.dumps(line), file=file, flush=True)
+            failed |= line.get("ended", "well") != "well" or line.get("ok") is False
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

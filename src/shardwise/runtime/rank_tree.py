@@ -1,0 +1,99 @@
+"""A tree of small groups over all ranks, for what all of them must know: a few messages of each rank.
+
+Gloo's collectives over n ranks are rings: n - 1 messages of every rank, one after the other, and a connection from each
+rank to each. Here eight successive ranks form a group, the first ranks of eight groups form the next one, and so on up
+to one group. Values go up to it and come down again.
+
+The groups are not made by ``new_group``: all ranks would take part in each, or, where only the members do, the name of
+a group would depend on how many groups each member has.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FANOUT = 8
+
+
+class RankTree:
+    """The groups of this rank, the lowest first. All ranks create it together. ``name``: no other tree has it."""
+
+    def __init__(self, name: str, timeout: timedelta | None, fanout: int = FANOUT) -> None:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        self._groups: list[SmallGroup] = []
+        self._num_led = 0  # groups in which this rank gets, or passes on, what comes from above
+        stride = 1
+        while stride < num_ranks and rank % stride == 0:
+            first = rank - rank % (stride * fanout)
+            ranks = range(first, min(first + stride * fanout, num_ranks), stride)
+            if len(ranks) > 1:
+                self._groups.append(SmallGroup(name, ranks, timeout))
+            stride *= fanout
+            self._num_led = len(self._groups) - (stride >= num_ranks)
+
+    def gather(self, value: Any, *, to_all: bool = True) -> list[Any]:
+        """Return the values of all ranks, by rank; on rank 0 only without ``to_all``. Collective."""
+        values = [value]
+        for group in self._groups:
+            values = [entry for part in group.gather(pickle.dumps(values)) for entry in pickle.loads(part)]
+        for group in reversed(self._groups[: self._num_led * to_all]):
+            values = pickle.loads(group.from_first(pickle.dumps(values)))
+        return values
+
+    def largest(self, row: torch.Tensor, wait: Callable[[Any], None]) -> torch.Tensor:
+        """Return the largest value of each column of the ranks' rows, in ``row``. Collective. ``wait``: waits for a
+        message under way."""
+        for group in self._groups:
+            wait(group.backend.allreduce([row], dist.ReduceOp.MAX))
+        for group in reversed(self._groups[: self._num_led]):
+            wait(group.backend.broadcast(row, 0))
+        return row
+
+
+class SmallGroup:
+    """A group of gloo that torch does not list: its members create it, in the same order as other groups that they have
+    in common. ``name``: no other group of these ranks has it."""
+
+    def __init__(self, name: str, ranks: Sequence[int], timeout: timedelta | None) -> None:
+        rank = dist.get_rank()
+        self.ranks, self._is_first = ranks, rank == ranks[0]
+        distributed: Any = dist
+        whole_name = f"shardwise/{name}/{ranks[1] - ranks[0]}/{ranks[0]}"
+        store = distributed.PrefixStore(whole_name, dist.distributed_c10d._get_default_store())
+        options = {} if timeout is None else {"timeout": timeout}
+        self.backend = distributed.ProcessGroupGloo(store, ranks.index(rank), len(ranks), **options)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Start to send, and return the handle."""
+        return self.backend.send([tensor], self.ranks.index(peer), tag)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        """Start to receive, and return the handle."""
+        return self.backend.recv([tensor], self.ranks.index(peer), tag)
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """Return the bytes of all members. Collective."""
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        self.backend.allgather([lengths], [torch.tensor([len(content)])]).wait()
+        longest = max(map(int, lengths))
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in self.ranks]
+        self.backend.allgather([rows], [_as_tensor(content.ljust(longest))]).wait()
+        return [row[: int(length)].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def from_first(self, content: bytes) -> bytes:
+        """Return the bytes of the first member. Collective."""
+        length = torch.tensor([len(content)])
+        self.backend.broadcast(length, 0).wait()
+        row = _as_tensor(content) if self._is_first else torch.empty(int(length), dtype=torch.uint8)
+        self.backend.broadcast(row, 0).wait()
+        return row.numpy().tobytes()
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

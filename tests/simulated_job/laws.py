@@ -1,0 +1,63 @@
+"""What launchers and ranks do by size, as a table: ``python -m simulated_job.laws 8 64 512 2048``.
+
+One rank of each job is killed. The launchers' part runs at every size; what ranks send, open and write (start, four
+steps, two checkpoints, going on) up to 64 machines, and is O(log n) or constant in it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from simulated_job.simulated_launchers import Setting, SimulatedJob
+from simulated_job.simulated_training import Training
+
+RANKS = 8
+_MOST_MACHINES = 16  # whose ranks train
+
+
+def launchers(machines: int) -> str:
+    """Return a row of the table: what the head and the last launcher did, and how long it took."""
+    run = SimulatedJob(Setting(machines, RANKS, min_ranks=RANKS, num_steps=4))
+    run.when_step(2, lambda: run.kill_rank(machines * RANKS // 2))
+    run.run(starts_within=2.0)
+    head, last = run.machines[0].launcher, run.counts_of_launchers()[-1]
+    assert head is not None
+    cells = [
+        f"{machines:,}", f"{machines * RANKS:,}", str(last["messages sent"]), f"{last['bytes received']:,}",
+        f"{head.cpu_seconds / run.simulation.now:.3f}", f"{run.worlds.first_progress[0]:.1f}",
+        f"{run.seconds_to_go_on()[0]:.1f}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def ranks(machines: int) -> Counter[str]:
+    """Return the counts of a rank, on average."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        setting = Setting(machines, RANKS)
+        run = SimulatedJob(setting, Training(Path(folder), num_steps=4, batch_size=8, save_every=2)).run()
+        total: Counter[str] = Counter()
+        for rank in run.cluster.ranks:
+            total.update(rank.counts)
+        return Counter({name: round(number / setting.num_ranks) for name, number in total.items()})
+
+
+def main() -> None:
+    sizes = [int(text) for text in sys.argv[1:]] or [8, 64, 512, 2048]
+    names = ["launchers", "ranks", "messages of a launcher", "bytes it receives", "cores of the head"]
+    names += ["seconds until all ranks have met", "seconds from a lost rank to the next step"]
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    for machines in sizes:
+        print(launchers(machines), flush=True)
+    print("| ranks | messages | connections of groups | file operations | store requests |\n|---|---|---|---|---|")
+    for machines in (1, 2, 4, 8, 16):
+        if machines <= min(max(sizes), _MOST_MACHINES):
+            of = ranks(machines)
+            names = ("rank messages", "rank connections", "file operations", "store requests")
+            print(f"| {machines * RANKS} |", " | ".join(f"{of[name]:,}" for name in names), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
