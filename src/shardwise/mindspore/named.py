@@ -146,15 +146,26 @@ class WithSettings:
 def classes_of(table: Mapping[str, Any], base: type[Any], module: str, **body: Any) -> dict[str, type[Any]]:
     """Return a class per function of a table, derived from ``base``, with the function as ``function`` and its
     settings. An entry is a function, or the class's documentation, a function and attributes. (A function may have its
-    own documentation.)"""
+    own documentation, and the table of ``docs`` may.)"""
+    rows = TABLES["docs"].get(module.removeprefix(f"{__package__}."), "").strip().splitlines()
+    docs = dict(row.split(": ", 1) for row in rows)
 
     def make_class(name: str, entry: Any) -> type[Any]:
-        doc, function, *own = entry if isinstance(entry, tuple) else (None, entry)
-        doc = doc or (function.__doc__ if isinstance(function, FunctionType) else None) or f"The reference's {name}."
+        doc, function, *own = entry if isinstance(entry, tuple) else (docs.get(name), entry)
+        doc = doc or docs.get(name) or (function.__doc__ if isinstance(function, FunctionType) else None)
+        doc = doc or f"The reference's {name}."
         about = {"__module__": module, "__doc__": doc, "function": staticmethod(function)}
         return type(name, (base,), {**about, **body, **(own[0] if own else {})}, **settings_of(function))
 
     return {name: make_class(name, entry) for name, entry in table.items()}
+
+
+def functions_of(table: dict[str, Function], module: str) -> dict[str, Function]:
+    """Name the functions of a table by their keys, as functions of ``module``, and return the table."""
+    for name, function in table.items():
+        function.__name__ = function.__qualname__ = name
+        function.__module__ = module
+    return table
 
 
 def translated(name: str, function: Function) -> Function:

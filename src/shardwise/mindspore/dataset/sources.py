@@ -40,33 +40,22 @@ def _listed(name: str, indices: Any) -> list[Any]:
 
 # Functions of the number of rows, and of the random generator of the pass.
 SAMPLERS = classes_of({
-    "DistributedSampler": (
-        "Every ``num_shards``-th row, from ``shard_id`` on. Shards are equally long: the first rows repeat at the end.",
-        lambda rows, chance, *, num_shards, shard_id, shuffle=True, num_samples=None, offset=-1: _shard(
-            chance.permutation(rows) if shuffle else range(rows), num_shards, shard_id)),
-    "RandomSampler": (
-        "Rows in a random order; with ``replacement`` rows may repeat.",
-        lambda rows, chance, *, replacement=False, num_samples=None: (
-            chance.integers(0, rows, num_samples or rows) if replacement else chance.permutation(rows))),
-    "SequentialSampler": (
-        "Rows in order, from ``start_index`` on.",
-        lambda rows, chance, *, start_index=None, num_samples=None: range(start_index or 0, rows)),
-    "SubsetRandomSampler": (
-        "The given rows, in a random order.",
-        lambda rows, chance, *, indices, num_samples=None: chance.permutation(indices)),
-    "SubsetSampler": ("The given rows.", lambda rows, chance, *, indices, num_samples=None: indices),
-    "WeightedRandomSampler": (
-        "Rows drawn with these weights.",
-        lambda rows, chance, *, weights, num_samples=None, replacement=True: chance.choice(
-            len(weights), num_samples or len(weights), replacement, weights / weights.sum())),
+    "DistributedSampler": lambda rows, chance, *, num_shards, shard_id, shuffle=True, num_samples=None, offset=-1: (
+        _shard(chance.permutation(rows) if shuffle else range(rows), num_shards, shard_id)),
+    "RandomSampler": lambda rows, chance, *, replacement=False, num_samples=None: (
+            chance.integers(0, rows, num_samples or rows) if replacement else chance.permutation(rows)),
+    "SequentialSampler": lambda rows, chance, *, start_index=None, num_samples=None: range(start_index or 0, rows),
+    "SubsetRandomSampler": lambda rows, chance, *, indices, num_samples=None: chance.permutation(indices),
+    "SubsetSampler": lambda rows, chance, *, indices, num_samples=None: indices,
+    "WeightedRandomSampler": lambda rows, chance, *, weights, num_samples=None, replacement=True: chance.choice(
+            len(weights), num_samples or len(weights), replacement, weights / weights.sum()),
 }, Sampler, __name__, checks={
     "indices": _listed, "weights": lambda _, weights: np.asarray(weights, float),
 })  # fmt: skip
 globals().update(SAMPLERS)
 
 
-class GeneratorDataset(
-    WithSettings, Dataset, source=..., column_names=("data",), column_types=None, num_samples=None,
+class GeneratorDataset(WithSettings, Dataset, source=..., column_names=("data",), column_types=None, num_samples=None,
     num_parallel_workers=1, shuffle=None, sampler=None, num_shards=None, shard_id=None, python_multiprocessing=True,
     max_rowsize=6, schema=None,
 ):  # fmt: skip

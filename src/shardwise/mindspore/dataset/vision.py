@@ -34,8 +34,8 @@ Inter = enum.IntEnum("Inter", {
 Border = enum.Enum("Border", {
     "CONSTANT": "constant", "EDGE": "edge", "REFLECT": "reflect", "SYMMETRIC": "symmetric"})  # fmt: skip
 ConvertMode = enum.Enum("ConvertMode", {
-    "COLOR_RGB2GRAY": ("RGB", "L"), "COLOR_GRAY2RGB": ("L", "RGB"), "COLOR_RGB2BGR": ("RGB", "BGR"),
-    "COLOR_BGR2RGB": ("RGB", "BGR"), "COLOR_RGB2RGBA": ("RGB", "RGBA"), "COLOR_RGBA2RGB": ("RGBA", "RGB")})  # fmt: skip
+    "COLOR_RGB2GRAY": "L", "COLOR_GRAY2RGB": "RGB", "COLOR_RGB2BGR": "BGR",
+    "COLOR_BGR2RGB": "BGR", "COLOR_RGB2RGBA": "RGBA", "COLOR_RGBA2RGB": "RGB"})  # fmt: skip
 FILTERS = [Image.Resampling[name] for name in ("NEAREST", "LANCZOS", "BILINEAR", "BICUBIC", "BOX")]  # by Inter
 
 
@@ -130,8 +130,7 @@ def _centre(image: Any, *, size: Sizes) -> Any:
     return _cropped(image, (h - height) // 2, (w - width) // 2, height, width)
 
 
-def _random_crop(
-    image: Any, *, size: Sizes, padding: Any = None, pad_if_needed: bool = False, fill_value: Any = 0,
+def _random_crop(image: Any, *, size: Sizes, padding: Any = None, pad_if_needed: bool = False, fill_value: Any = 0,
     padding_mode: Border = Border.CONSTANT,
 ) -> Any:  # fmt: skip
     """Random crop of ``size``, after ``padding``."""
@@ -147,8 +146,7 @@ def _random_crop(
     return _cropped(image, *_drawn_place(h - height + 1, w - width + 1), height, width)
 
 
-def _random_resized_crop(
-    image: Any, *, size: Sizes, scale: Any = (0.08, 1.0), ratio: Any = (3 / 4, 4 / 3),
+def _random_resized_crop(image: Any, *, size: Sizes, scale: Any = (0.08, 1.0), ratio: Any = (3 / 4, 4 / 3),
     interpolation: Inter = Inter.LINEAR, max_attempts: int = 10,
 ) -> Any:  # fmt: skip
     """Random crop of random size and aspect ratio, resized. The bytes of a file are decoded first."""
@@ -165,8 +163,7 @@ def _random_resized_crop(
     return _resized(part, size=_pair(size), interpolation=interpolation)
 
 
-def _erased(
-    image: Any, *, prob: float = 0.5, scale: Any = (0.02, 0.33), ratio: Any = (0.3, 3.3), value: Any = 0,
+def _erased(image: Any, *, prob: float = 0.5, scale: Any = (0.02, 0.33), ratio: Any = (0.3, 3.3), value: Any = 0,
     inplace: bool = False, max_attempts: int = 10,
 ) -> Array:  # fmt: skip
     """A random box set to a value, or to "random" numbers, in a copy. Channels come first, as in the reference."""
@@ -326,23 +323,21 @@ FUNCTIONS: dict[str, Any] = {
     "RandomEqualize": _by_chance(lambda image: _by_pillow(image, ImageOps.equalize)), "RandomErasing": _erased,
     "RandomGrayscale": _by_chance(lambda image: _by_pillow(image, lambda x: x.convert("L").convert(x.mode)), 0.1),
     "RandomHorizontalFlip": _by_chance(lambda image: _mirrored(image, 1)),
-    "RandomPosterize": ("The first bits of every value, a random number of them in the range ``bits``.",
-                        lambda image, *, bits=(8, 8): _by_pillow(image, lambda picture: ImageOps.posterize(
-                            picture, int(np.random.randint(bits[0], bits[1] + 1))))),
-    "RandomResizedCrop": _random_resized_crop, "RandomRotation": (
-        "Random rotation by up to ``degrees``, or by degrees of a range.",
-        lambda image, *, degrees, resample=Inter.NEAREST, expand=False: _rotated(
-            image, degrees=_drawn(*_span(degrees)), resample=resample, expand=expand)),
+    "RandomPosterize": lambda image, *, bits=(8, 8): _by_pillow(image, lambda picture: ImageOps.posterize(
+                            picture, int(np.random.randint(bits[0], bits[1] + 1)))),
+    "RandomResizedCrop": _random_resized_crop,
+    "RandomRotation": lambda image, *, degrees, resample=Inter.NEAREST, expand=False: _rotated(
+            image, degrees=_drawn(*_span(degrees)), resample=resample, expand=expand),
     "RandomSelectSubpolicy": _chosen, "RandomSharpness": lambda image, *, degrees=(0.1, 1.9): _enhanced(
         image, "Sharpness", _drawn(*degrees)),
     "RandomSolarize": _random_solarized, "RandomVerticalFlip": _by_chance(lambda image: _mirrored(image, 0)),
     "Rescale": lambda image, *, rescale, shift: (
         np.asarray(image).astype(np.float32) * rescale + shift).astype(np.float32),
     "Resize": (None, _resized, {"checks": {name: check for name, check in CHECKS.items() if name != "size"}}),
-    "Rotate": _rotated, "ToNumpy": lambda image: np.array(image), "ToPIL": _as_pillows, "ToTensor": (
-        "Conversion to channels first, from 0 to 1 in float32 (or ``output_type``).",
-        lambda image, *, output_type=np.float32: (_channels_first(image).astype(np.float32) / 255).astype(output_type)),
-    "ToType": ("Conversion to another dtype.", lambda image, *, output_type: np.asarray(image).astype(output_type)),
+    "Rotate": _rotated, "ToNumpy": lambda image: np.array(image), "ToPIL": _as_pillows,
+    "ToTensor": lambda image, *, output_type=np.float32: (
+        _channels_first(image).astype(np.float32) / 255).astype(output_type),
+    "ToType": lambda image, *, output_type: np.asarray(image).astype(output_type),
     "VerticalFlip": lambda image: _mirrored(image, 0),
 }  # fmt: skip
 CLASSES = classes_of(FUNCTIONS, Transform, __name__, checks=CHECKS)

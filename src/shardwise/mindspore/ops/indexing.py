@@ -281,7 +281,7 @@ _UPDATES = {
     "whole": lambda self, shapes, args: {0: (range(shapes[1][-1]), "which the indices address")},
 }
 CLASSES = classes_of({
-    "GatherD": ("``GatherD()(x, dim, index)``, as torch has it.", lambda x, dim, index: x.gather(dim, index.long()), {
+    "GatherD": (None, lambda x, dim, index: x.gather(dim, index.long()), {
         "lead": None, "same": "the strategies of all inputs must be equal", "whole": along("which it looks up", 1)}),
     "GatherNd": (None, gather_nd, {
         "dims": "x..., b... place", "lead": 1, "whole": lambda self, shapes, args: {

@@ -25,11 +25,8 @@ TENSORBOARD = "pip install tensorboard, which torch.utils.tensorboard writes wit
 
 
 class SummaryRecord:
-    """A TensorBoard log folder. ``add_value("scalar", "loss", value)`` adds to the present step, ``record(step)``
-    writes it. Raises ImportError if tensorboard is not installed.
-
-    As a context manager it closes its file.
-    """
+    """A TensorBoard log folder; as a context it closes its file. ``add_value("scalar", "loss", value)`` adds to the
+    present step, ``record(step)`` writes it. Raises ImportError if tensorboard is not installed."""
 
     def __init__(self, log_dir: str, *, network: nn.Module | None = None, **settings: Any) -> None:
         try:
@@ -39,6 +36,7 @@ class SummaryRecord:
         self.log_dir = str(Path(log_dir).resolve())
         self._writer: Any = SummaryWriter(self.log_dir)
         self._values: list[tuple[str, str, Any]] = []
+        self.flush, self.close = self._writer.flush, self._writer.close
 
     def add_value(self, plugin: str, name: str, value: Any) -> None:
         """Add a value to the present step. ``plugin``: "scalar", "tensor", "histogram" or "image" (batch, channels,
@@ -55,12 +53,6 @@ class SummaryRecord:
                 getattr(self._writer, KINDS[plugin])(name, single, step)
         self._values = []
         return True
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
     def __enter__(self) -> SummaryRecord:
         return self
@@ -91,8 +83,7 @@ class SummaryCollector(Callback):
                 note(f"SummaryCollector writes no {name.removeprefix('collect_')}: curves and histograms only")
 
     def begin(self, run_context: RunContext) -> None:
-        if self._record is None:
-            self._record = SummaryRecord(str(self._folder))
+        self._record = self._record or SummaryRecord(str(self._folder))
 
     def step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
