@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import Check, checks_of, flag, known_name, one_of, option, text, whole
+from shardwise.mindspore.checks import Check, checks_of, flag, known_name, note, one_of, option, text, whole
 from shardwise.mindspore.named import TABLES
-from shardwise.mindspore.notes import note
 from shardwise.mindspore.options import (
     ALGO_CHECKS,
     ALIASES,

@@ -20,7 +20,7 @@ from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import page, problem
-from shardwise.mindspore.notes import note
+from shardwise.mindspore.checks import note
 
 Function = Callable[..., Any]
 TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("names.toml").read_text(encoding="utf-8"))

@@ -13,8 +13,8 @@ import torch
 
 from shardwise import rank
 from shardwise.errors import problem
+from shardwise.mindspore.checks import note
 from shardwise.mindspore.named import absent, functions_of
-from shardwise.mindspore.notes import note
 
 
 def _on_gpu(name: str, otherwise: Any = None, **chosen: Any) -> Any:

@@ -16,13 +16,11 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import one_of
+from shardwise.mindspore.checks import note, one_of
 from shardwise.mindspore.dataset.records import RecordFile, written_with
 from shardwise.mindspore.dataset.sources import GeneratorDataset
-from shardwise.mindspore.dataset.transforms import numpys
-from shardwise.mindspore.dataset.values import Array, Row
+from shardwise.mindspore.dataset.transforms import Array, Row, numpys
 from shardwise.mindspore.dataset.vision import decoded
-from shardwise.mindspore.notes import note
 from shardwise.mindspore.protobuf import read_fields, read_varint
 
 # Settings of file datasets after their own ones.

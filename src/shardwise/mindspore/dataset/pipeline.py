@@ -21,8 +21,18 @@ from shardwise.errors import problem
 from shardwise.mindspore.checks import unknown_words
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.dataset import records
-from shardwise.mindspore.dataset.transforms import applied, pad_end
-from shardwise.mindspore.dataset.values import Array, Columns, Row, as_array, count_of, named, names_of, once
+from shardwise.mindspore.dataset.transforms import (
+    Array,
+    Columns,
+    Row,
+    applied,
+    as_array,
+    count_of,
+    named,
+    names_of,
+    once,
+    pad_end,
+)
 from shardwise.mindspore.tensor import Tensor
 
 RowsOf = Callable[[int], Iterator[Row]]
@@ -30,8 +40,8 @@ PadInfo = dict[str, tuple[Any, Any]] | None  # column -> (shape or None for the 
 
 
 class Dataset:
-    """Rows of named columns. Every operation returns a new dataset based on this one. ``rows_of``: returns the rows of a
-    pass, counted from 0; ``size``: the number of rows per pass; ``batch_size``: that of source items per row."""
+    """Rows of named columns. Every operation returns a new dataset based on this one. ``rows_of``: returns the rows of
+    a pass, counted from 0; ``size``: the number of rows per pass; ``batch_size``: that of source items per row."""
 
     def __init__(
         self, columns: Sequence[str], rows_of: RowsOf | None = None, size: Callable[[], int] | None = None,
@@ -85,8 +95,8 @@ class Dataset:
     def create_tuple_iterator(
         self, columns: Columns = None, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = True
     ) -> Iterator[list[Any]]:
-        """Return an iterator over rows as lists of tensors, or of numpy arrays, which are copies. A ``for`` loop ends with
-        a pass, and the next one continues with the next pass, up to ``num_epochs``; -1: any number."""
+        """Return an iterator over rows as lists of tensors, or of numpy arrays, which are copies. A ``for`` loop ends
+        with a pass, and the next one continues with the next pass, up to ``num_epochs``; -1: any number."""
         return _Passes(self, columns, num_epochs, output_numpy, lambda names, row: row)
 
     def create_dict_iterator(
@@ -141,9 +151,9 @@ class Dataset:
     ) -> Dataset:  # fmt: skip
         """Return padded batches of rows of similar length. Bucket i has lengths from ``bucket_boundaries[i - 1]`` to
         below ``bucket_boundaries[i]`` and batches of ``bucket_batch_sizes[i]``. Full batches come at once, incomplete
-        ones at the end, bucket by bucket, unless ``drop_remainder``. ``element_length_function``: length of a row by its
-        columns; by default that of the only column. ``pad_to_bucket_boundary``: a dim without a size in ``pad_info`` is
-        padded to the boundary minus one."""
+        ones at the end, bucket by bucket, unless ``drop_remainder``. ``element_length_function``: length of a row by
+        its columns; by default that of the only column. ``pad_to_bucket_boundary``: a dim without a size in
+        ``pad_info`` is padded to the boundary minus one."""
         ends, sizes, places = list(bucket_boundaries), list(bucket_batch_sizes), self._places(column_names)
         length = element_length_function or len
         once(tuple(map(str, ends)))

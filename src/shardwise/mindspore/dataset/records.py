@@ -20,7 +20,7 @@ from torch.utils.data import Dataset as Rows
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest, whole
-from shardwise.mindspore.dataset.values import Array, as_array, named
+from shardwise.mindspore.dataset.transforms import Array, as_array, named
 from shardwise.mindspore.named import absent
 
 NUMBERS, TEXTS = ("int32", "int64", "float32", "float64"), ("string", "bytes")

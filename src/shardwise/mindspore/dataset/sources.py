@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import note
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.dataset.pipeline import Dataset
-from shardwise.mindspore.dataset.values import Row, as_array, count_of, names_of
+from shardwise.mindspore.dataset.transforms import Row, as_array, count_of, names_of
 from shardwise.mindspore.named import Function, WithSettings, classes_of
-from shardwise.mindspore.notes import note
 
 
 class Sampler(WithSettings, num_samples=None):

@@ -12,8 +12,7 @@ import numpy as np
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.dataset.pipeline import Dataset
-from shardwise.mindspore.dataset.transforms import Transform
-from shardwise.mindspore.dataset.values import Array, Columns, names_of
+from shardwise.mindspore.dataset.transforms import Array, Columns, Transform, names_of
 from shardwise.mindspore.named import absent, classes_of
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import problem
-from shardwise.mindspore.dataset.transforms import DTYPES, Transform
-from shardwise.mindspore.dataset.values import Array
+from shardwise.mindspore.dataset.transforms import DTYPES, Array, Transform
 from shardwise.mindspore.named import Function, absent, classes_of
 
 try:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from torch import nn
 
+from shardwise.mindspore.holding import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.ir import names
 from shardwise.mindspore.library import Graph, Op, Source
 from shardwise.mindspore.ops.primitive import Primitive
-from shardwise.mindspore.parameter_names import checkpoint_buffers, checkpoint_names
 
 
 class Origins:

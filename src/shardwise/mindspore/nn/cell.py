@@ -14,11 +14,11 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import calls, engine, planning
 from shardwise.mindspore.checks import from_on
+from shardwise.mindspore.holding import reference_parameters
 from shardwise.mindspore.nn import own_backward
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.ops.functional import shard
 from shardwise.mindspore.ops.primitive import Primitive
-from shardwise.mindspore.parameter_names import reference_parameters
 from shardwise.mindspore.tensor import Parameter, ParameterTuple
 from shardwise.mindspore.tensor_methods import assigned_value, in_words
 

@@ -12,11 +12,10 @@ from torch import nn
 from shardwise import rank
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context, rank_groups
-from shardwise.mindspore.checks import not_negative
+from shardwise.mindspore.checks import not_negative, note
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, holding_of, own_shard
 from shardwise.mindspore.named import WithSettings
-from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor, as_ours

@@ -256,6 +256,7 @@ class PipelineGradReducer(Cell):
         return tuple(map(as_gradient, scaled, self._of))
 
 
+Pipeline, GradAccumulation = PipelineCell, GradAccumulationCell  # newer names, in mindspore.parallel.nn
 __all__ = [
     "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "GradAccumulationCell",
     "MicroBatchInterleaved", "PipelineCell", "PipelineGradReducer", "TimeDistributed",

@@ -13,9 +13,8 @@ from torch import nn
 
 from shardwise import rank
 from shardwise.errors import problem
-from shardwise.mindspore.checks import closest, from_on, one_of, within
+from shardwise.mindspore.checks import closest, from_on, note, one_of, within
 from shardwise.mindspore.named import WithSettings
-from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor_methods import asnumpy
 from shardwise.mindspore.train.callback import Callback, RunContext, loss_value
 from shardwise.mindspore.train.model import size_of, steps_of

@@ -15,12 +15,21 @@ from torch import nn
 from shardwise import Mesh, rank
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context, protobuf
-from shardwise.mindspore.checks import unknown_words
-from shardwise.mindspore.holding import Held, gathered, hold, holding_of, is_elsewhere, joined, own_shard
+from shardwise.mindspore.checks import note, unknown_words
+from shardwise.mindspore.holding import (
+    Held,
+    checkpoint_buffers,
+    checkpoint_names,
+    gathered,
+    hold,
+    holding_of,
+    is_elsewhere,
+    joined,
+    own_shard,
+    unwrapped,
+)
 from shardwise.mindspore.library import format_layout, load_exported, parse_layout, save_exported
 from shardwise.mindspore.nn.optimizer import Optimizer
-from shardwise.mindspore.notes import note
-from shardwise.mindspore.parameter_names import checkpoint_buffers, checkpoint_names, unwrapped
 from shardwise.mindspore.tensor import Parameter, as_torch
 
 FORMAT = "shardwise-rank-checkpoint"
