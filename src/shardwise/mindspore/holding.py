@@ -211,11 +211,8 @@ def parameter_plans(cell: nn.Module) -> dict[str, Any]:
 
 def held_by(plan: Plan) -> dict[str, Held]:
     """Return the distribution of each parameter and buffer of a plan by its path in the network."""
-    return {
-        unwrapped(entry.name): Held(stage.layouts[entry.name], stage.placement.ranks)
-        for stage in reversed(plan.stages)
-        for entry in (*stage.parameters, *stage.buffers)
-    }
+    entries = ((stage, entry) for stage in reversed(plan.stages) for entry in (*stage.parameters, *stage.buffers))
+    return {unwrapped(e.name): Held(stage.layouts[e.name], stage.placement.ranks) for stage, e in entries}
 
 
 def boxes_of(holding: Held | None, rank: int, like: Held) -> tuple[Box, ...]:

@@ -24,17 +24,7 @@ from shardwise.mindspore.checks import note
 
 Function = Callable[..., Any]
 TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("names.toml").read_text(encoding="utf-8"))
-# Names of the same argument in different versions of the reference.
-WORDS = (
-    {"x", "input", "input_x", "x1", "logits", "tensor", "input_params", "params", "inputs", "tensors", "variable", "A"},
-    {"y", "other", "x2", "mat2", "labels", "label", "target", "targets", "index", "indices", "input_indices", "value"},
-    {"axis", "dim", "dims", "axes"},
-    {"keep_dims", "keepdims", "keepdim"},
-    {"size", "shape"},
-    {"perm", "input_perm", "axis"},
-    {"min", "clip_value_min"},
-    {"max", "clip_value_max"},
-)
+WORDS = tuple({*row.split()} for row in TABLES["words"]["arguments"].split(";"))
 
 
 def settings_of(function: Function) -> dict[str, Any]:

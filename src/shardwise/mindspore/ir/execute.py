@@ -134,11 +134,8 @@ class Execution:
             value = name
 
 
-SLICING_INPUTS = {
-    "StridedSlice": ("x", "begin", "end", "strides"),
-    "Reshape": ("tensor", "shape"),
-    "Gather": ("input_params", "input_indices", "axis"),
-}
+SLICING_INPUTS = {"StridedSlice": ("x", "begin", "end", "strides"), "Reshape": ("tensor", "shape"),
+                  "Gather": ("input_params", "input_indices", "axis")}  # fmt: skip
 
 
 def slicing(part: OverlapPart) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
@@ -162,12 +159,8 @@ def slicing(part: OverlapPart) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
 def group_attrs(spmd: SpmdProgram, axes: tuple[str, ...], rank: int) -> dict[str, Any]:
     """Return the attributes of a collective's group on this rank."""
     members = tuple(sorted(spmd.mesh.group(axes, rank)))
-    return {
-        "group": group_name(members),
-        "rank_list": members,
-        "group_ranks": group_ranks_name(members),
-        "group_rank_ids": tuple(range(len(members))),
-    }
+    group, ranks = group_name(members), group_ranks_name(members)
+    return {"group": group, "rank_list": members, "group_ranks": ranks, "group_rank_ids": tuple(range(len(members)))}
 
 
 def backward(spmd: SpmdProgram, rank: int) -> Iterator[str]:

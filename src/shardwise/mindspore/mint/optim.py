@@ -42,12 +42,9 @@ def _rate_of(group: dict[str, Any]) -> Callable[[int], float]:
     return lambda step: float(group["lr"])
 
 
-CLASSES = {
-    name: type(
-        name, (OfTorch,), {"make": getattr(torch.optim, name), "__module__": __name__, "__doc__": "Torch's optimizer."}
-    )
-    for name in TABLES["mint"]["optimizers"].split()
-}
+_BODY = {"__module__": __name__, "__doc__": "Torch's optimizer."}
+CLASSES = {name: type(name, (OfTorch,), {**_BODY, "make": getattr(torch.optim, name)})
+           for name in TABLES["mint"]["optimizers"].split()}  # fmt: skip
 globals().update(CLASSES)
 __all__ = [*CLASSES, "Optimizer", "lr_scheduler"]
 __getattr__ = absent(__name__, lambda: __all__)
