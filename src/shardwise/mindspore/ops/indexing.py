@@ -186,12 +186,10 @@ class Gather(OfSettings, batch_dims=0):
             )
 
 
-class GatherV2(Gather):
-    """The old name of Gather."""
-
-
-class SparseGatherV2(Gather):
-    """Gather; the gradient of its table is dense here."""
+GatherV2, SparseGatherV2 = (  # older names; gradients of tables are dense here
+    type(name, (Gather,), {"__module__": __name__, "__doc__": Gather.__doc__})
+    for name in ("GatherV2", "SparseGatherV2")
+)
 
 
 class EmbeddingLookup(Gather):

@@ -146,9 +146,7 @@ def _accuracy(output: Array, label: Array, *, eval_type: str = "classification")
     return float((output.argmax(1) == _classes(output, label)).mean())
 
 
-def _f_score(output: Array, label: Array, *, beta: float) -> Array:
-    """(1 + beta^2) precision recall / (beta^2 precision + recall) of each class, or the mean."""
-    right, predicted, labels = _counts(output, label)
+def _f_score(right: Array, predicted: Array, labels: Array, beta: float) -> Array:
     return _ratio((1 + beta**2) * right, beta**2 * labels + predicted)
 
 
@@ -223,7 +221,8 @@ CLASSES: dict[str, Any] = {
         "Top5CategoricalAccuracy": lambda output, label: _in_top(output, label, k=5),
     }, _Kept, __name__),
     **classes_of({
-        "F1": lambda output, label: _f_score(output, label, beta=1.0), "Fbeta": _f_score,
+        "F1": lambda output, label: _f_score(*_counts(output, label), 1.0),
+        "Fbeta": lambda output, label, *, beta: _f_score(*_counts(output, label), beta),
         "Precision": lambda output, label, *, eval_type="classification": _ratio(
             *_counts(output, label, eval_type)[:2]),
         "Recall": lambda output, label, *, eval_type="classification": _ratio(*_counts(output, label, eval_type)[::2]),
