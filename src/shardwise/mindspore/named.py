@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import page, problem
 from shardwise.mindspore.checks import note
+from shardwise.mindspore.tensor_methods import DTYPES
 
 Function = Callable[..., Any]
 TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("names.toml").read_text(encoding="utf-8"))
@@ -51,9 +52,16 @@ def parameters_of(words: Sequence[str]) -> list[inspect.Parameter]:
     for place, word in enumerate(words):
         name, is_given, default = word.partition("=")
         if word != "*":
-            value = literal_eval(default) if is_given else inspect.Parameter.empty
+            value = DTYPES.get(default) or literal_eval(default) if is_given else inspect.Parameter.empty
             parameters.append(inspect.Parameter(name, kinds["*" in words[:place]], default=value))
     return parameters
+
+
+# Arguments of constructors: "nn.Adam" -> name -> default, or ``...`` where there is none.
+SETTINGS: dict[str, dict[str, Any]] = {
+    place: {p.name: ... if p.default is p.empty else p.default for p in parameters_of(words.split())}
+    for place, words in TABLES["settings"].items()
+}
 
 
 def bound_to(title: str, signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:

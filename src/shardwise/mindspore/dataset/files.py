@@ -21,6 +21,7 @@ from shardwise.mindspore.dataset.records import RecordFile, written_with
 from shardwise.mindspore.dataset.sources import GeneratorDataset
 from shardwise.mindspore.dataset.transforms import Array, Row, numpys
 from shardwise.mindspore.dataset.vision import decoded
+from shardwise.mindspore.named import SETTINGS
 from shardwise.mindspore.protobuf import read_fields, read_varint, varint
 
 # Settings of file datasets after their own ones.
@@ -131,10 +132,7 @@ class Cifar100Dataset(Cifar10Dataset):
     columns = ("image", "fine_label", "coarse_label")
 
 
-class ImageFolderDataset(
-    Files, dataset_dir=..., **ROWS, sampler=None, extensions=None, class_indexing=None, decode=False, num_shards=None,
-    shard_id=None, cache=None,
-):  # fmt: skip
+class ImageFolderDataset(Files, **SETTINGS["dataset.ImageFolderDataset"]):
     """A folder per class with images: their bytes, or pixels if ``decode``, and the class index, in the order of names
     or by ``class_indexing``."""
 
@@ -275,10 +273,7 @@ def _records(path: Path, compression: str) -> Iterator[bytes]:
         place += size + 16
 
 
-class TFRecordDataset(
-    Files, dataset_files=..., schema=None, columns_list=None, **ROWS, num_shards=None, shard_id=None,
-    shard_equal_rows=False, cache=None, compression_type=None,
-):  # fmt: skip
+class TFRecordDataset(Files, **SETTINGS["dataset.TFRecordDataset"]):
     """Examples in TFRecord files. Without a ``schema`` columns have the files' types and one dim; texts are bytes.
     Shards are rows, not files."""
 

@@ -14,7 +14,7 @@ from shardwise.mindspore.checks import note
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.dataset.pipeline import Dataset
 from shardwise.mindspore.dataset.transforms import Row, as_array, count_of, names_of
-from shardwise.mindspore.named import Function, WithSettings, classes_of
+from shardwise.mindspore.named import SETTINGS, Function, WithSettings, classes_of
 
 
 class Sampler(WithSettings, num_samples=None):
@@ -55,10 +55,7 @@ SAMPLERS = classes_of({
 globals().update(SAMPLERS)
 
 
-class GeneratorDataset(WithSettings, Dataset, source=..., column_names=("data",), column_types=None, num_samples=None,
-    num_parallel_workers=1, shuffle=None, sampler=None, num_shards=None, shard_id=None, python_multiprocessing=True,
-    max_rowsize=6, schema=None,
-):  # fmt: skip
+class GeneratorDataset(WithSettings, Dataset, **SETTINGS["dataset.GeneratorDataset"]):
     """A dataset of rows from Python.
 
     Only a source with ``__getitem__`` can be shuffled, which is its default, and sharded. Shard ``shard_id`` of
@@ -157,10 +154,7 @@ def _used_up(what: str) -> RuntimeError:
     return RuntimeError(problem(what, fix="give the generator function itself, without calling it"))
 
 
-class NumpySlicesDataset(
-    GeneratorDataset, data=..., column_names=None, num_samples=None, num_parallel_workers=1, shuffle=None, sampler=None,
-    num_shards=None, shard_id=None,
-):  # fmt: skip
+class NumpySlicesDataset(GeneratorDataset, **SETTINGS["dataset.NumpySlicesDataset"]):
     """The slices of arrays along dim 0. ``data`` is an array, a tuple of arrays, or a dictionary of them by column.
     Columns are named column_0, column_1, ... by default."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise import rank
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest, from_on, note, one_of, within
-from shardwise.mindspore.named import WithSettings
+from shardwise.mindspore.named import SETTINGS, WithSettings
 from shardwise.mindspore.tensor_methods import asnumpy
 from shardwise.mindspore.train.callback import Callback, RunContext, loss_value
 from shardwise.mindspore.train.model import size_of, steps_of
@@ -169,10 +169,7 @@ class _Watching(WithSettings, Callback):
         return True
 
 
-class EarlyStopping(
-    _Watching, monitor="eval_loss", min_delta=0, patience=0, verbose=False, mode="auto", baseline=None,
-    restore_best_weights=False,
-):  # fmt: skip
+class EarlyStopping(_Watching, **SETTINGS["train.EarlyStopping"]):
     """Stop of training if a value has not improved for ``patience`` epochs, or is not better than ``baseline``.
     ``restore_best_weights``: restore the weights of the best epoch at the end."""
 
@@ -203,10 +200,7 @@ class EarlyStopping(
                 run_context.original_args().network.get_parameter(name).copy_(weight)
 
 
-class ReduceLROnPlateau(
-    _Watching, monitor="eval_loss", factor=0.1, patience=10, verbose=False, mode="auto", min_delta=1e-4, cooldown=0,
-    min_lr=0,
-):  # fmt: skip
+class ReduceLROnPlateau(_Watching, **SETTINGS["train.ReduceLROnPlateau"]):
     """Reduction of the learning rate by ``factor``, down to ``min_lr``, if a value has not improved for ``patience``
     epochs. Then wait ``cooldown`` epochs."""
 
