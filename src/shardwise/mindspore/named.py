@@ -16,7 +16,7 @@ from functools import wraps
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
-from types import FunctionType, MappingProxyType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import page, problem
@@ -244,3 +244,10 @@ def absent(
         raise AttributeError(text)
 
     return missing
+
+
+def module_of(path: str, members: Mapping[str, Any]) -> ModuleType:
+    """Make a module of these members, so that programs can import it."""
+    sys.modules[path] = module = ModuleType(path, f"The reference's {path.removeprefix('shardwise.')}.")
+    vars(module).update(members, __all__=[*members], __getattr__=absent(path, lambda: members))
+    return module
