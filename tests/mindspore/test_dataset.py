@@ -424,6 +424,8 @@ def test_images_are_changed_as_said() -> None:
          255 - image[:, ::-1]),
         (vision.Invert()(image.astype(int) + 60), 195 - image.astype(int)),
         (vision.Invert()(image / 100), 255 - image / 100),
+        (vision.ConvertColor(vision.ConvertMode.COLOR_RGB2BGR)(image), image[..., ::-1]),
+        (vision.ConvertColor(vision.ConvertMode.COLOR_GRAY2RGB)(image[..., :1]), image[..., [0, 0, 0]]),
     ):  # fmt: skip
         np.testing.assert_array_equal(found, want)
     with raises(TypeError, "float64 has no byte values", fix="ToType(np.uint8)"):

@@ -27,14 +27,21 @@ except ImportError as error:
 Sizes = int | Sequence[int]
 
 
-# Interpolation methods, padding modes by numpy's names, and conversions of colours as (from, to) in Pillow's names.
+# Interpolation methods, and padding modes by numpy's names.
 Inter = enum.IntEnum("Inter", {
     "NEAREST": 0, "LINEAR": 2, "BILINEAR": 2, "CUBIC": 3, "BICUBIC": 3, "AREA": 4, "ANTIALIAS": 1})  # fmt: skip
 Border = enum.Enum("Border", {
     "CONSTANT": "constant", "EDGE": "edge", "REFLECT": "reflect", "SYMMETRIC": "symmetric"})  # fmt: skip
-ConvertMode = enum.Enum("ConvertMode", {
-    "COLOR_RGB2GRAY": "L", "COLOR_GRAY2RGB": "RGB", "COLOR_RGB2BGR": "BGR",
-    "COLOR_BGR2RGB": "BGR", "COLOR_RGB2RGBA": "RGBA", "COLOR_RGBA2RGB": "RGB"})  # fmt: skip
+
+
+class ConvertMode(enum.Enum):
+    """Colour conversions, as (from, to) in Pillow's names."""
+
+    COLOR_RGB2GRAY, COLOR_GRAY2RGB = ("RGB", "L"), ("L", "RGB")
+    COLOR_RGB2BGR = COLOR_BGR2RGB = ("RGB", "BGR")
+    COLOR_RGB2RGBA, COLOR_RGBA2RGB = ("RGB", "RGBA"), ("RGBA", "RGB")
+
+
 FILTERS = [Image.Resampling[name] for name in ("NEAREST", "LANCZOS", "BILINEAR", "BICUBIC", "BOX")]  # by Inter
 
 

@@ -187,7 +187,7 @@ class Gather(OfSettings, batch_dims=0):
 
 
 GatherV2, SparseGatherV2 = (  # older names; gradients of tables are dense here
-    type(name, (Gather,), {"__module__": __name__, "__doc__": Gather.__doc__})
+    type(name, (Gather,), {"__module__": __name__, "__doc__": "The old name of Gather."})
     for name in ("GatherV2", "SparseGatherV2")
 )
 
