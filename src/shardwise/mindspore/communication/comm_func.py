@@ -14,7 +14,8 @@ from shardwise.mindspore.communication import management as D
 from shardwise.mindspore.named import absent, functions_of
 from shardwise.mindspore.ops import communication as C
 
-Tensor, SUM = torch.Tensor, C.ReduceOp.SUM
+Tensor = torch.Tensor
+SUM = C.ReduceOp.SUM
 
 
 class Done:

@@ -382,7 +382,11 @@ class BatchInfo(NamedTuple):
     batch: int
     epoch: int
 
-    get_batch_num, get_epoch_num = (lambda self: self.batch), (lambda self: self.epoch)
+    def get_batch_num(self) -> int:
+        return self.batch
+
+    def get_epoch_num(self) -> int:
+        return self.epoch
 
 
 def _stack(name: str, parts: Sequence[Array]) -> Array:

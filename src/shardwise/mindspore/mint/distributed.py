@@ -37,6 +37,11 @@ def _rows(tensor: Tensor, group: str | None) -> Tensor:
     return rank_groups.all_gather(tensor.detach().unsqueeze(0), D.find_group(group))
 
 
+def _collected(tensor: Tensor, buffers: Any, dst: int, group: str | None, async_op: bool) -> Done | None:
+    rows, is_here = _rows(tensor, group), D.get_rank() == dst
+    return _written(buffers or () if is_here else (), rows if is_here else (), async_op)
+
+
 def _reduced(tensor: Tensor, op: str, group: str | None) -> Tensor:
     return rank_groups.all_reduce(tensor.detach(), op, D.find_group(group))
 
@@ -83,8 +88,8 @@ FUNCTIONS = functions_of({
         [output_tensor], [rank_groups.all_gather(input_tensor.detach(), D.find_group(group))], async_op),
     "all_gather": lambda tensor_list, tensor, group=None, async_op=False: _written(
         tensor_list, _rows(tensor, group), async_op),
-    "gather": lambda tensor, gather_list, dst=0, group=None, async_op=False: _written(  # on ``dst`` alone
-        *((gather_list, _rows(tensor, group)) if D.get_rank() == dst else ((), _rows(tensor, group)[:0])), async_op),
+    "gather": lambda tensor, gather_list, dst=0, group=None, async_op=False: _collected(
+        tensor, gather_list, dst, group, async_op),
     "scatter": lambda tensor, scatter_list, src=0, group=None, async_op=False: _written(
         [tensor], [_scattered(tensor, scatter_list, src, group)], async_op),
     "reduce_scatter_tensor": lambda output, input, op=_SUM, group=None, async_op=False: _written(

@@ -22,22 +22,6 @@ def _is_mode(*modes: str) -> bool:
     return context.options().parallel_mode in modes
 
 
-_ALONE, _AUTO = ParallelMode.STAND_ALONE, ParallelMode.AUTO_PARALLEL
-globals().update(functions_of({
-    # 1 in stand-alone mode, unless the program has set it
-    "_get_device_num": lambda: (
-        1 if _is_mode(_ALONE) and "device_num" not in context.options().names_set else context.options().devices),
-    "_get_global_rank": lambda: 0 if _is_mode(_ALONE) else context.options().rank,
-    "_is_in_auto_parallel_mode": lambda: context.options().distributed,
-    "_is_in_data_parallel_mode": lambda: _is_mode(ParallelMode.DATA_PARALLEL),
-    "_is_sharding_propagation": lambda: _is_mode(_AUTO) and context.options().search_mode == "sharding_propagation",
-    **{f"_get_{name}": partial(lambda name: getattr(context.options(), name), name) for name in (
-        "parallel_mode", "gradients_mean", "full_batch", "pipeline_stages", "parameter_broadcast")},
-    "_set_multi_subgraphs": lambda multi_subgraph=True: set_cost_model_context(multi_subgraphs=multi_subgraph),
-    "auto_parallel_context": lambda: _options,
-}, __name__))  # fmt: skip
-
-
 def _broadcast_parameters(parameters: Iterable[torch.Tensor], root: int = 0) -> None:
     """Broadcast one rank's parameters, as the option parameter_broadcast does before training."""
     group = find_group()
@@ -63,4 +47,18 @@ class _AutoParallelContext:
 
 
 _options = _AutoParallelContext()
+_ALONE, _AUTO = ParallelMode.STAND_ALONE, ParallelMode.AUTO_PARALLEL
+globals().update(functions_of({
+    # 1 in stand-alone mode, unless the program has set it
+    "_get_device_num": lambda: (
+        1 if _is_mode(_ALONE) and "device_num" not in context.options().names_set else context.options().devices),
+    "_get_global_rank": lambda: 0 if _is_mode(_ALONE) else context.options().rank,
+    "_is_in_auto_parallel_mode": lambda: context.options().distributed,
+    "_is_in_data_parallel_mode": lambda: _is_mode(ParallelMode.DATA_PARALLEL),
+    "_is_sharding_propagation": lambda: _is_mode(_AUTO) and context.options().search_mode == "sharding_propagation",
+    **{f"_get_{name}": partial(lambda name: getattr(context.options(), name), name) for name in (
+        "parallel_mode", "gradients_mean", "full_batch", "pipeline_stages", "parameter_broadcast")},
+    "_set_multi_subgraphs": lambda multi_subgraph=True: set_cost_model_context(multi_subgraphs=multi_subgraph),
+    "auto_parallel_context": lambda: _options,
+}, __name__))  # fmt: skip
 __getattr__ = absent(__name__, lambda: globals())
