@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import shardwise.mindspore as ms
-from shardwise.mindspore import notes
+from shardwise.mindspore import checks
 
 
 def _reset() -> None:
@@ -20,7 +20,7 @@ def _reset() -> None:
 
 @pytest.fixture(autouse=True)
 def _default_context(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(notes, "_told", set())
+    monkeypatch.setattr(checks, "_told", set())
     _reset()
     was_initialized = dist.is_initialized()
     yield

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from shardwise.mindspore.parallel.nn import Pipeline
 from torch import Tensor
 
 import shardwise as sw
@@ -22,7 +23,6 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.mindspore import nn, ops, planning, staged
 from shardwise.mindspore.holding import holding_of, is_elsewhere, save_group
 from shardwise.mindspore.parallel.auto_parallel import AutoParallel
-from shardwise.mindspore.parallel.nn import Pipeline
 from spec.cases import CASES
 
 RunRanks = Callable[..., list[Any]]

@@ -10,7 +10,6 @@ import logging
 from shardwise.mindspore import (
     aliases,
     amp,
-    boost,
     common,
     communication,
     compiling,
@@ -58,7 +57,7 @@ aliases.install()
 
 __all__ = [
     "Cell", "DynamicLossScaleManager", "FixedLossScaleManager", "Layout", "LossScaleManager", "Profiler", "amp",
-    "boost", "build_train_network", "common", "communication", "context", "dataset", "dtype",
+    "build_train_network", "common", "communication", "context", "dataset", "dtype",
     "get_seed", "grad", "initializer", "is_tensor", "jacfwd", "jacrev", "jvp", "log", "manual_seed", "mindrecord",
     "mint", "nn", "numpy", "ops", "parallel", "recompute", "runtime", "set_seed", "shard", "train",
     "value_and_grad", "vjp", "vmap",
@@ -67,5 +66,5 @@ for _family in (
     dtype, compiling, context, _tensor, _callback, _model, _recording, _serialization, _transforms
 ):  # fmt: skip
     __all__ += _family.__all__
-__all__ = [*dict.fromkeys(__all__)]
+__all__ = [*dict.fromkeys([*__all__, "boost"])]  # an alias of nn.wrap
 __getattr__ = absent(__name__, lambda: __all__)

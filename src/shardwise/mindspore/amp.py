@@ -8,7 +8,7 @@ import torch
 
 from shardwise.errors import problem
 from shardwise.mindspore import nn
-from shardwise.mindspore.checks import one_of
+from shardwise.mindspore.checks import note, one_of
 from shardwise.mindspore.loss_scale import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -24,7 +24,6 @@ from shardwise.mindspore.loss_scale import (
 )
 from shardwise.mindspore.named import bound_to, signature_of
 from shardwise.mindspore.nn.wrap import WithLossCell, training_cell
-from shardwise.mindspore.notes import note
 
 LEVELS = ("O0", "O1", "O2", "O3", "auto")
 WHITE = ("Conv1d", "Conv2d", "Conv3d", "Conv2dTranspose", "Dense")  # cells that O1 computes in half precision

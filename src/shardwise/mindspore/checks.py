@@ -1,19 +1,28 @@
-"""Checks of options. Each takes an option's name and value, and returns the value to store or raises an error.
-
-A wrong type is a TypeError, a wrong value a ValueError, a feature of a later version a NotImplementedError.
+"""Checks of options, and notes. A check takes an option's name and value, and returns the value to store or raises an
+error: a wrong type is a TypeError, a wrong value a ValueError, a feature of a later version a NotImplementedError.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from difflib import get_close_matches
 from typing import Any
 
+from shardwise import rank
 from shardwise.errors import problem
-from shardwise.mindspore.notes import note
 
 Check = Callable[[str, Any], Any]
+_told: set[str] = set()  # texts and topics printed by this process
+
+
+def note(text: str, topic: str = "") -> None:
+    """Print ``text`` on rank 0, unless it, or a note on the same ``topic``, was printed before."""
+    if (topic or text) not in _told:
+        _told.add(topic or text)
+        if rank() == 0:
+            print(f"shardwise.mindspore: {text}", file=sys.stderr)
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:

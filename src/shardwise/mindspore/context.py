@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import checks_of, flag, known_name, one_of, option, text, whole
+from shardwise.mindspore.checks import Check, checks_of, flag, known_name, note, one_of, option, text, whole
 from shardwise.mindspore.named import TABLES
-from shardwise.mindspore.notes import note
 from shardwise.mindspore.options import (
     ALGO_CHECKS,
     ALIASES,
@@ -203,41 +202,28 @@ def reset_auto_parallel_context() -> None:
     _context.options = Options()
 
 
-def set_algo_parameters(**values: Any) -> None:
-    """Set the parameters of the searches: the fields of ``AlgoParameters``. All of them are set, or none."""
-    for name in values:
-        known_name(name, ALGO_CHECKS, "set_algo_parameters")
-    _context.algo = replace(_context.algo, **{name: ALGO_CHECKS[name](name, value) for name, value in values.items()})
+def _accessors(part: str, kind: type[Any], checks: dict[str, Check], title: str) -> tuple[Any, Any, Any]:
+    """Return functions that set values of a part of the context (all of them, or none), get one, and reset all."""
+
+    def assign(**values: Any) -> None:
+        for name in values:
+            known_name(name, checks, f"set_{title}")
+        stored = {name: checks[name](name, value) for name, value in values.items()}
+        setattr(_context, part, replace(getattr(_context, part), **stored))
+
+    def value_of(name: str) -> Any:
+        known_name(name, checks, f"get_{title}")
+        return getattr(getattr(_context, part), name)
+
+    return assign, value_of, lambda: setattr(_context, part, kind())
 
 
-def get_algo_parameters(name: str) -> Any:
-    """Return a parameter of the searches."""
-    known_name(name, ALGO_CHECKS, "get_algo_parameters")
-    return getattr(_context.algo, name)
-
-
-def reset_algo_parameters() -> None:
-    """Reset every parameter of the searches to its default."""
-    _context.algo = AlgoParameters()
-
-
-def set_cost_model_context(**values: Any) -> None:
-    """Set the parameters of the reference's cost model: the fields of ``CostModel``. All of them are set, or none."""
-    for name in values:
-        known_name(name, COST_CHECKS, "set_cost_model_context")
-    _context.cost = replace(_context.cost, **{name: COST_CHECKS[name](name, value) for name, value in values.items()})
-
-
-def get_cost_model_context(name: str) -> Any:
-    """Return a parameter of the cost model."""
-    known_name(name, COST_CHECKS, "get_cost_model_context")
-    return getattr(_context.cost, name)
-
-
-def reset_cost_model_context() -> None:
-    """Reset every parameter of the cost model to its default."""
-    _context.cost = CostModel()
-
+set_algo_parameters, get_algo_parameters, reset_algo_parameters = _accessors(
+    "algo", AlgoParameters, ALGO_CHECKS, "algo_parameters"
+)
+set_cost_model_context, get_cost_model_context, reset_cost_model_context = _accessors(
+    "cost", CostModel, COST_CHECKS, "cost_model_context"
+)
 
 __all__ = [
     "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "get_algo_parameters", "get_auto_parallel_context", "get_context",

@@ -23,10 +23,10 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import context, holding, ir, planning, staged
 from shardwise.mindspore.calls import inside, is_split
+from shardwise.mindspore.checks import note
 from shardwise.mindspore.common.seed import data_seed
+from shardwise.mindspore.holding import checkpoint_names
 from shardwise.mindspore.library import Atom, Layout, from_rank_zero, leaf_name, ranks, shard
-from shardwise.mindspore.notes import note
-from shardwise.mindspore.parameter_names import checkpoint_names
 from shardwise.mindspore.tensor import as_ours, plain
 
 

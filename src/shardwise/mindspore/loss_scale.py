@@ -136,9 +136,8 @@ class DynamicLossScaler(LossScaler):
 
     def adjust(self, grads_finite: Tensor | bool) -> bool:
         """Choose the scale of the next step. Return True: the scale may have changed."""
-        value = _next_scale(
-            float(self.scale_value), self.scale_factor, bool(grads_finite), self.counter + 1 == self.scale_window
-        )
+        is_time = self.counter + 1 == self.scale_window
+        value = _next_scale(float(self.scale_value), self.scale_factor, bool(grads_finite), is_time)
         self.counter = (self.counter + 1) % self.scale_window if grads_finite else 0
         self.scale_value = Number(value)
         return True
@@ -215,7 +214,7 @@ class FixedLossScaleUpdateCell(FixedLossScaleManager):
     """The constant loss scale of a training cell, called with the scale and whether a step overflowed."""
 
     def __init__(self, loss_scale_value: float) -> None:
-        super().__init__(loss_scale_value, True)
+        super().__init__(loss_scale_value)
 
     def __call__(self, loss_scale: Any, overflow: Any) -> Any:
         return overflow

@@ -16,25 +16,16 @@ from functools import wraps
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
-from types import FunctionType, MappingProxyType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import page, problem
-from shardwise.mindspore.notes import note
+from shardwise.mindspore.checks import note
+from shardwise.mindspore.tensor_methods import DTYPES
 
 Function = Callable[..., Any]
 TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("names.toml").read_text(encoding="utf-8"))
-# Names of the same argument in different versions of the reference.
-WORDS = (
-    {"x", "input", "input_x", "x1", "logits", "tensor", "input_params", "params", "inputs", "tensors", "variable", "A"},
-    {"y", "other", "x2", "mat2", "labels", "label", "target", "targets", "index", "indices", "input_indices", "value"},
-    {"axis", "dim", "dims", "axes"},
-    {"keep_dims", "keepdims", "keepdim"},
-    {"size", "shape"},
-    {"perm", "input_perm", "axis"},
-    {"min", "clip_value_min"},
-    {"max", "clip_value_max"},
-)
+WORDS = tuple({*row.split()} for row in TABLES["words"]["arguments"].split(";"))
 
 
 def settings_of(function: Function) -> dict[str, Any]:
@@ -61,9 +52,16 @@ def parameters_of(words: Sequence[str]) -> list[inspect.Parameter]:
     for place, word in enumerate(words):
         name, is_given, default = word.partition("=")
         if word != "*":
-            value = literal_eval(default) if is_given else inspect.Parameter.empty
+            value = DTYPES.get(default) or literal_eval(default) if is_given else inspect.Parameter.empty
             parameters.append(inspect.Parameter(name, kinds["*" in words[:place]], default=value))
     return parameters
+
+
+# Arguments of constructors: "nn.Adam" -> name -> default, or ``...`` where there is none.
+SETTINGS: dict[str, dict[str, Any]] = {
+    place: {p.name: ... if p.default is p.empty else p.default for p in parameters_of(words.split())}
+    for place, words in TABLES["settings"].items()
+}
 
 
 def bound_to(title: str, signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -146,15 +144,26 @@ class WithSettings:
 def classes_of(table: Mapping[str, Any], base: type[Any], module: str, **body: Any) -> dict[str, type[Any]]:
     """Return a class per function of a table, derived from ``base``, with the function as ``function`` and its
     settings. An entry is a function, or the class's documentation, a function and attributes. (A function may have its
-    own documentation.)"""
+    own documentation, and the table of ``docs`` may.)"""
+    rows = TABLES["docs"].get(module.removeprefix(f"{__package__}."), "").strip().splitlines()
+    docs = dict(row.split(": ", 1) for row in rows)
 
     def make_class(name: str, entry: Any) -> type[Any]:
-        doc, function, *own = entry if isinstance(entry, tuple) else (None, entry)
-        doc = doc or (function.__doc__ if isinstance(function, FunctionType) else None) or f"The reference's {name}."
+        doc, function, *own = entry if isinstance(entry, tuple) else (docs.get(name), entry)
+        doc = doc or docs.get(name) or (function.__doc__ if isinstance(function, FunctionType) else None)
+        doc = doc or f"The reference's {name}."
         about = {"__module__": module, "__doc__": doc, "function": staticmethod(function)}
         return type(name, (base,), {**about, **body, **(own[0] if own else {})}, **settings_of(function))
 
     return {name: make_class(name, entry) for name, entry in table.items()}
+
+
+def functions_of(table: dict[str, Function], module: str) -> dict[str, Function]:
+    """Name the functions of a table by their keys, as functions of ``module``, and return the table."""
+    for name, function in table.items():
+        function.__name__ = function.__qualname__ = name
+        function.__module__ = module
+    return table
 
 
 def translated(name: str, function: Function) -> Function:
@@ -235,3 +244,10 @@ def absent(
         raise AttributeError(text)
 
     return missing
+
+
+def module_of(path: str, members: Mapping[str, Any]) -> ModuleType:
+    """Make a module of these members, so that programs can import it."""
+    sys.modules[path] = module = ModuleType(path, f"The reference's {path.removeprefix('shardwise.')}.")
+    vars(module).update(members, __all__=[*members], __getattr__=absent(path, lambda: members))
+    return module

@@ -59,8 +59,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "pad": lambda arr, pad_width, mode="constant", constant_values=0: FUNCTIONS["pad"](
         arr, [int(n) for pair in reversed(np.broadcast_to(pad_width, (arr.dim(), 2)).tolist()) for n in pair], mode,
         constant_values),
-    "select": lambda condlist, choicelist, default=0: reduce(
-        lambda rest, case: torch.where(case[0], case[1], rest),
+    "select": lambda condlist, choicelist, default=0: reduce(lambda rest, case: torch.where(case[0], case[1], rest),
         reversed(list(zip(condlist, choicelist, strict=True))), _as_tensor(default).to(choicelist[0])),
     "sort": lambda a, axis=-1: FUNCTIONS["sort"](a, axis)[0],
     "take": lambda a, indices, axis=None: taken(a, indices, axis),

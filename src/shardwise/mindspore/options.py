@@ -21,6 +21,7 @@ from shardwise.mindspore.checks import (
     entries,
     flag,
     fraction,
+    note,
     number,
     one_of,
     option,
@@ -29,7 +30,6 @@ from shardwise.mindspore.checks import (
     whole,
 )  # fmt: skip
 from shardwise.mindspore.library import BUCKET_BYTES
-from shardwise.mindspore.notes import note
 
 DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # values of dataset_strategy
 DatasetStrategy = str | tuple[tuple[int, ...], ...]

@@ -91,11 +91,8 @@ def plan_by_context(
 def fed_counts(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the number of parts per dim into which the ranks split each input: name -> counts. Empty: every rank is
     given whole batches."""
-    tensors = [
-        (leaf_name(path), x)
-        for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]
-        if isinstance(x, torch.Tensor)
-    ]
+    leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
+    tensors = [(leaf_name(path), x) for path, x in leaves if isinstance(x, torch.Tensor)]
     strategy = "full_batch" if options.full_batch else options.dataset_strategy
     if strategy == "full_batch":
         return {}

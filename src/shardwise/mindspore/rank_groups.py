@@ -21,12 +21,8 @@ from shardwise import rank, world_size
 from shardwise.errors import LaunchError
 from shardwise.mindspore.library import backend_of, gather_tensor, group_timeout, scatter_tensor
 
-REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-}
+REDUCTIONS = {name: getattr(dist.ReduceOp, torchs) for name, torchs in (
+    ("sum", "SUM"), ("max", "MAX"), ("min", "MIN"), ("prod", "PRODUCT"))}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +162,8 @@ def exchange(
     """Send tensor i to global rank ``to[i]``, receive from the ``sources`` into the ``empty`` tensors, and return
     these. Messages between two ranks arrive in order."""
     kept_here = [tensor for tensor, target in zip(tensors, to, strict=True) if target == rank()]
-    calls = [
-        dist.P2POp(dist.isend, tensor.contiguous(), target)
-        for tensor, target in zip(tensors, to, strict=True)
-        if target != rank()
-    ]
+    pairs = zip(tensors, to, strict=True)
+    calls = [dist.P2POp(dist.isend, tensor.contiguous(), target) for tensor, target in pairs if target != rank()]
     for result, source in zip(empty, sources, strict=True):
         if source == rank():
             result.copy_(kept_here.pop(0))

@@ -3,9 +3,9 @@ On a CPU, which has neither memory nor streams of its own, counts are 0."""
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +13,35 @@ import torch
 
 from shardwise import rank
 from shardwise.errors import problem
-from shardwise.mindspore.named import absent
-from shardwise.mindspore.notes import note
+from shardwise.mindspore.checks import note
+from shardwise.mindspore.named import absent, functions_of
 
 
-def _counted(name: str) -> Callable[[], int]:
-    return lambda: int(getattr(torch.cuda, name)()) if torch.cuda.is_available() else 0
+def _on_gpu(name: str, otherwise: Any = None, **chosen: Any) -> Any:
+    """Call a function of ``torch.cuda``; on a CPU return another value."""
+    return getattr(torch.cuda, name)(**chosen) if torch.cuda.is_available() else otherwise
 
 
-memory_allocated, max_memory_allocated, memory_reserved, max_memory_reserved = map(
-    _counted, ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-)
-
-
-def _called(name: str) -> Callable[[], None]:
-    return lambda: getattr(torch.cuda, name)() if torch.cuda.is_available() else None
-
-
-synchronize, empty_cache, reset_peak_memory_stats = map(
-    _called, ("synchronize", "empty_cache", "reset_peak_memory_stats")
-)
-reset_max_memory_allocated = reset_max_memory_reserved = reset_peak_memory_stats
-
-
-def launch_blocking() -> None:
-    """Print a note: CUDA decides when the program starts whether kernels wait for their end."""
-    note("runtime.launch_blocking() has no effect here: start the program with CUDA_LAUNCH_BLOCKING=1")
-
-
-def set_memory(*args: Any, **settings: Any) -> None:
-    """Print a note: torch allocates memory (``PYTORCH_CUDA_ALLOC_CONF``)."""
-    note("runtime.set_memory has no effect here: torch allocates memory; set_context(max_device_memory=) limits plans")
-
-
-def current_stream() -> Any:
-    """Return the current stream of the GPU; None on a CPU."""
-    return torch.cuda.current_stream() if torch.cuda.is_available() else None
-
-
-def Stream(priority: int = 0, **kwargs: Any) -> Any:  # the reference's name
-    """Return a new stream of the GPU; None on a CPU."""
-    return torch.cuda.Stream(priority=-priority, **kwargs) if torch.cuda.is_available() else None
-
-
-def StreamCtx(ctx_stream: Any) -> Any:  # the reference's name
-    """Return a context in which a stream is the current one."""
-    return contextlib.nullcontext() if ctx_stream is None else torch.cuda.stream(ctx_stream)
+FUNCTIONS = functions_of({
+    **{name: partial(_on_gpu, name, 0) for name in (
+        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")},
+    **{name: partial(_on_gpu, name) for name in (
+        "synchronize", "empty_cache", "reset_peak_memory_stats", "current_stream")},
+    **{name: partial(_on_gpu, "reset_peak_memory_stats") for name in (
+        "reset_max_memory_allocated", "reset_max_memory_reserved")},
+    "launch_blocking": lambda: note(
+        "runtime.launch_blocking() has no effect here: start the program with CUDA_LAUNCH_BLOCKING=1"),
+    "set_memory": lambda *args, **settings: note(
+        "runtime.set_memory has no effect here: torch allocates memory; set_context(max_device_memory=) limits plans"),
+    "Stream": lambda priority=0, **kwargs: _on_gpu("Stream", priority=-priority, **kwargs),
+    "StreamCtx": lambda ctx_stream: nullcontext() if ctx_stream is None else torch.cuda.stream(ctx_stream),
+    # which steps are recorded, as torch has it; and a function that writes the trace of every recorded part
+    "schedule": lambda *, wait=0, active, warmup=0, repeat=0, skip_first=0, **settings: torch.profiler.schedule(
+        wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first),
+    "tensorboard_trace_handler": lambda dir_name="./data", **settings: torch.profiler.tensorboard_trace_handler(
+        dir_name, f"rank_{rank()}"),
+}, __name__)  # fmt: skip
+globals().update(FUNCTIONS)
 
 
 class Profiler:
@@ -97,28 +80,9 @@ def _no_effect(title: str, settings: dict[str, Any]) -> None:
         note(f"{title}({', '.join(settings)}) has no effect here: torch's profiler records operators")
 
 
-class ProfilerLevel(enum.Enum):
-    """How much is recorded: accepted without effect."""
-
-    LevelNone, Level0, Level1, Level2 = -1, 0, 1, 2
-
-
-class ProfilerActivity(enum.Enum):
-    """What is recorded: the program, and the kernels of the device."""
-
-    CPU, GPU, NPU = torch.profiler.ProfilerActivity.CPU, "GPU", "NPU"
-
-
-def schedule(
-    *, wait: int = 0, active: int, warmup: int = 0, repeat: int = 0, skip_first: int = 0, **settings: Any
-) -> Any:
-    """Return which steps are recorded, as torch has it."""
-    return torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
-
-
-def tensorboard_trace_handler(dir_name: str = "./data", **settings: Any) -> Any:
-    """Return a function that writes the trace of every recorded part."""
-    return torch.profiler.tensorboard_trace_handler(dir_name, f"rank_{rank()}")
+ProfilerLevel = enum.Enum("ProfilerLevel", {"LevelNone": -1, "Level0": 0, "Level1": 1, "Level2": 2})  # has no effect
+ProfilerActivity = enum.Enum("ProfilerActivity", {
+    "CPU": torch.profiler.ProfilerActivity.CPU, "GPU": "GPU", "NPU": "NPU"})  # fmt: skip
 
 
 def profile(activities: Any = None, schedule: Any = None, on_trace_ready: Any = None, **settings: Any) -> Any:
@@ -128,10 +92,5 @@ def profile(activities: Any = None, schedule: Any = None, on_trace_ready: Any = 
     return torch.profiler.profile(schedule=schedule, on_trace_ready=on_trace_ready, **kept)
 
 
-__all__ = [
-    "Profiler", "ProfilerActivity", "ProfilerLevel", "Stream", "StreamCtx", "current_stream", "empty_cache",
-    "launch_blocking", "max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved", "profile",
-    "reset_max_memory_allocated", "reset_max_memory_reserved", "reset_peak_memory_stats", "schedule", "set_memory",
-    "synchronize", "tensorboard_trace_handler",
-]  # fmt: skip
+__all__ = ["Profiler", "ProfilerActivity", "ProfilerLevel", "profile", *FUNCTIONS]
 __getattr__ = absent(__name__, lambda: __all__)

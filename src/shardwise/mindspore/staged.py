@@ -118,12 +118,9 @@ def settings(model: nn.Module, args: tuple[Any, ...], micro_size: int, options: 
         what = f"micro_size is {micro_size}, and pipeline_stages {places}"
         raise ValueError(problem(what, fix="at least one micro-batch per stage"))
     batch = args[1].shape[0]
-    return {
-        "stages": mark(model, options),
-        "schedule": (INTERLEAVED if options.pipeline_config["pipeline_interleave"] else SCHEDULES)[scheduler],
-        "global_batch": batch,
-        "micro_batch": batch // micro_size,
-    }
+    schedule = (INTERLEAVED if options.pipeline_config["pipeline_interleave"] else SCHEDULES)[scheduler]
+    return {"stages": mark(model, options), "schedule": schedule, "global_batch": batch,
+            "micro_batch": batch // micro_size}  # fmt: skip
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

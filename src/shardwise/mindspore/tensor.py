@@ -143,11 +143,8 @@ class Parameter(nn.Parameter):
         if requires_grad and not data.is_floating_point():
             requires_grad = False
         parameter = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
-        parameter.param_name, parameter.layerwise_parallel, parameter.parallel_optimizer = (
-            name,
-            layerwise_parallel,
-            parallel_optimizer,
-        )
+        parameter.param_name, parameter.layerwise_parallel = name, layerwise_parallel
+        parameter.parallel_optimizer = parallel_optimizer
         return parameter
 
     param_name: str | None
@@ -206,9 +203,8 @@ class Parameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         if id(self) not in memo:
-            parameter = Parameter(self.detach().clone(), self.param_name, self.requires_grad, self.layerwise_parallel,
-                                  self.parallel_optimizer)  # fmt: skip
-            memo[id(self)] = parameter
+            kept = self.param_name, self.requires_grad, self.layerwise_parallel, self.parallel_optimizer
+            memo[id(self)] = Parameter(self.detach().clone(), *kept)
         copied: Parameter = memo[id(self)]
         return copied
 

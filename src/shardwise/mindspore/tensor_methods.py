@@ -161,20 +161,6 @@ def _is_backward(entry: Any) -> bool:
     return isinstance(entry, slice) and isinstance(entry.step, int) and entry.step < 0
 
 
-def repeated(x: torch.Tensor, *repeats: Any, axis: int | None = None) -> Any:
-    """Repeat every element. With a number per dim repeat the tensor, as in torch."""
-    if axis is None and (len(repeats) != 1 or isinstance(repeats[0], (tuple, list))):
-        return TORCHS["repeat"](x, *repeats)
-    return torch.repeat_interleave(x, repeats[0], axis)
-
-
-def gathered(x: torch.Tensor, first: Any, second: Any = None, batch_dims: int = 0, **others: Any) -> Any:
-    """Return ``x.gather(input_indices, axis)``; with a dim first, torch's ``gather``."""
-    if not isinstance(first, torch.Tensor):
-        return TORCHS["gather"](x, first, second, **others)
-    return CALLED["gather"](x, first, second, batch_dims)
-
-
 def _extreme(name: str) -> Callable[..., Any]:
     """Return the method ``max`` or ``min``: the value, over ``axis=``; with ``return_indices``, or with a dim as its
     first argument as in torch, also its index."""
@@ -203,14 +189,6 @@ def _narrow(name: str) -> Callable[..., Any]:
     return method
 
 
-def _with_value(name: str) -> Callable[..., Any]:
-    def both(x: torch.Tensor, axis: int = 0, keep_dims: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        values, places = getattr(torch, name)(x, axis, keep_dims)
-        return places, values
-
-    return both
-
-
 def taken(x: torch.Tensor, indices: Any, axis: int | None = None, mode: str = "clip") -> torch.Tensor:
     """Return the elements, or slices along ``axis``, at some indices."""
     places = torch.as_tensor(indices).long()
@@ -218,21 +196,6 @@ def taken(x: torch.Tensor, indices: Any, axis: int | None = None, mode: str = "c
         return torch.take(x, places)
     chosen = torch.index_select(x, axis, places.reshape(-1))
     return chosen.reshape(*x.shape[:axis], *places.shape, *x.shape[axis % x.dim() + 1 :])
-
-
-def viewed(x: torch.Tensor, *shape: Any) -> torch.Tensor:
-    """Reshape, also a tensor that is not contiguous. A dtype as argument calls torch's ``view``."""
-    if len(shape) == 1 and not isinstance(shape[0], (int, tuple, list)):
-        of_dtype: torch.Tensor = TORCHS["view"](x, *shape)
-        return of_dtype
-    return x.reshape(*shape)
-
-
-def single(x: torch.Tensor, index: Any = None) -> Any:
-    """Return an element as a Python number: at ``index`` (flat, or one per dim), else the only one."""
-    if index is None:
-        return TORCHS["item"](x)
-    return TORCHS["item"](x.reshape(-1)[index] if isinstance(index, int) else x[index])
 
 
 def _as_function(name: str) -> Callable[..., Any]:
@@ -250,11 +213,10 @@ def _flattened(x: torch.Tensor, *dims: Any, order: str = "C", **named: Any) -> A
     return TORCHS["flatten"](x.permute(*reversed(range(x.dim()))) if order == "F" else x, *dims, **named)
 
 
-def _resized(x: torch.Tensor, *shape: Any) -> torch.Tensor:
+def _resized(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """Reshape after truncating the elements or padding them with zeros."""
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     count = prod(sizes)
-    return torch.nn.functional.pad(x.reshape(-1)[:count], (0, max(count - x.numel(), 0))).reshape(sizes)
+    return torch.nn.functional.pad(x.reshape(-1)[:count], (0, max(count - x.numel(), 0))).reshape(tuple(sizes))
 
 
 def assigned_value(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -288,8 +250,20 @@ _REDUCTIONS = "mean all any prod std var median"
 METHODS: dict[str, Any] = {
     **{name: _of_array(name) for name in REFLECTED},
     "size": property(size), "__getitem__": indexed, "__setitem__": assigned, "transpose": transpose,
-    "repeat": repeated, "gather": gathered, "asnumpy": asnumpy, "assign_value": assigned_value, "take": taken,
-    "view": viewed, "item": single, "flatten": _flattened, "resize": _resized,
+    "asnumpy": asnumpy, "assign_value": assigned_value, "take": taken, "flatten": _flattened,
+    # every element; with a number per dim the tensor, as in torch
+    "repeat": lambda x, *repeats, axis=None: TORCHS["repeat"](x, *repeats) if axis is None and (
+        len(repeats) != 1 or isinstance(repeats[0], (tuple, list))) else torch.repeat_interleave(x, repeats[0], axis),
+    # ``x.gather(input_indices, axis)``; with a dim first, torch's
+    "gather": lambda x, first, second=None, batch_dims=0, **others: CALLED["gather"](x, first, second, batch_dims)
+    if isinstance(first, torch.Tensor) else TORCHS["gather"](x, first, second, **others),
+    # also of a tensor that is not contiguous; with a dtype torch's
+    "view": lambda x, *shape: TORCHS["view" if len(shape) == 1 and not isinstance(shape[0], (int, tuple, list))
+                                     else "reshape"](x, *shape),
+    # an element as a Python number, by a flat index or one per dim, else the only one
+    "item": lambda x, index=None: TORCHS["item"](
+        x if index is None else x.reshape(-1)[index] if isinstance(index, int) else x[index]),
+    "resize": lambda x, *shape: _resized(x, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape),
     **dict.fromkeys(("value", "to_tensor"), lambda x: x),
     "fill": lambda x, value: torch.full_like(x, number(value)),
     "astype": lambda x, dtype, copy=True: x.to(dtype_of(dtype), copy=copy),
@@ -301,7 +275,8 @@ METHODS: dict[str, Any] = {
     **{name: _extreme(name) for name in ("max", "min")},
     **{name: _narrow(name) for name in ("argmin", "argsort", "sort", "topk")},
     "__floordiv__": lambda x, other: torch.div(x, other, rounding_mode="floor"),
-    **{f"arg{name}_with_value": _with_value(name) for name in ("max", "min")},
+    "argmax_with_value": lambda x, axis=0, keep_dims=False: torch.max(x, axis, keep_dims)[::-1],
+    "argmin_with_value": lambda x, axis=0, keep_dims=False: torch.min(x, axis, keep_dims)[::-1],
     "ptp": lambda x, axis=None, keepdims=False: x.amax(dims_of(x, axis), keepdims) - x.amin(dims_of(x, axis), keepdims),
     "strides": property(lambda x: tuple(x.element_size() * step for step in x.stride())),
     "has_init": property(lambda x: False), "tobytes": lambda x: asnumpy(x).tobytes(),
@@ -312,7 +287,7 @@ METHODS: dict[str, Any] = {
     "norm": lambda x, *args, **words: (TORCHS["norm"] if "p" in words else _as_function("norm"))(x, *args, **words),
 }  # fmt: skip
 TORCHS: dict[str, Callable[..., Any]] = {  # torch's own methods, before in_words replaces them
-    name: getattr(torch.Tensor, name) for name in (*METHODS, "clone") if hasattr(torch.Tensor, name)
+    name: getattr(torch.Tensor, name) for name in (*METHODS, "clone", "reshape") if hasattr(torch.Tensor, name)
 }
 
 

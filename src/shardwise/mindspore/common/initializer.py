@@ -100,35 +100,22 @@ def _scaled(tensor: Tensor, random: Any, *, scale: float = 1.0, mode: str = "fan
 
 
 CLASSES = classes_of({
-    "Constant": ("A constant value.", lambda tensor, random, *, value: tensor.fill_(value)),
-    "Dirac": ("A convolution kernel that copies its inputs.", lambda tensor, random, *, groups=1: torchs.dirac_(
-        tensor, groups)),
-    "Identity": ("Ones on the diagonal of a matrix.", lambda tensor, random: torchs.eye_(tensor)),
-    "Normal": ("N(mean, sigma**2).", lambda tensor, random, *, sigma=0.01, mean=0.0: tensor.normal_(
-        mean, sigma, generator=random)),
-    "One": ("Ones.", lambda tensor, random: tensor.fill_(1)),
-    "Orthogonal": (
-        "Orthogonal rows (columns if there are fewer) of length ``gain`` (Saxe et al., ICLR 2014).",
-        lambda tensor, random, *, gain=1.0: torchs.orthogonal_(tensor, gain, generator=random)),
-    "Sparse": (
-        "A matrix of N(0, sigma**2) with a fraction ``sparsity`` of every column set to zero.",
-        lambda tensor, random, *, sparsity, sigma=0.01: torchs.sparse_(tensor, sparsity, sigma, generator=random)),
+    "Constant": lambda tensor, random, *, value: tensor.fill_(value),
+    "Dirac": lambda tensor, random, *, groups=1: torchs.dirac_(tensor, groups),
+    "Identity": lambda tensor, random: torchs.eye_(tensor),
+    "Normal": lambda tensor, random, *, sigma=0.01, mean=0.0: tensor.normal_(mean, sigma, generator=random),
+    "One": lambda tensor, random: tensor.fill_(1),
+    "Orthogonal": lambda tensor, random, *, gain=1.0: torchs.orthogonal_(tensor, gain, generator=random),
+    "Sparse": lambda tensor, random, *, sparsity, sigma=0.01: torchs.sparse_(tensor, sparsity, sigma, generator=random),
     "TruncatedNormal": _truncated,
-    "Uniform": ("U(-scale, scale).", lambda tensor, random, *, scale=0.07: tensor.uniform_(
-        -scale, scale, generator=random)),
-    "XavierNormal": (
-        "Normal with the variance of ``XavierUniform``.",
-        lambda tensor, random, *, gain=1: tensor.normal_(0, _xavier(tensor, gain, 2), generator=random)),
-    "XavierUniform": (
-        "Uniform with the variance ``gain**2 * 2 / (fan_in + fan_out)`` (Glorot and Bengio, AISTATS 2010).",
-        lambda tensor, random, *, gain=1: tensor.uniform_(
-            -_xavier(tensor, gain, 6), _xavier(tensor, gain, 6), generator=random)),
-    "Zero": ("Zeros.", lambda tensor, random: tensor.fill_(0)),
+    "Uniform": lambda tensor, random, *, scale=0.07: tensor.uniform_(-scale, scale, generator=random),
+    "XavierNormal": lambda tensor, random, *, gain=1: tensor.normal_(0, _xavier(tensor, gain, 2), generator=random),
+    "XavierUniform": lambda tensor, random, *, gain=1: tensor.uniform_(
+            -_xavier(tensor, gain, 6), _xavier(tensor, gain, 6), generator=random),
+    "Zero": lambda tensor, random: tensor.fill_(0),
 }, _Known, __name__) | classes_of({
-    "HeNormal": (
-        "Normal with the variance of ``HeUniform``.",
-        lambda tensor, random, *, negative_slope=0, mode="fan_in", nonlinearity="leaky_relu": tensor.normal_(
-            0, _he(tensor, negative_slope, mode, nonlinearity), generator=random)),
+    "HeNormal": lambda tensor, random, *, negative_slope=0, mode="fan_in", nonlinearity="leaky_relu": tensor.normal_(
+            0, _he(tensor, negative_slope, mode, nonlinearity), generator=random),
     "HeUniform": _he_uniform,
 }, _Known, __name__, checks={"mode": one_of("fan_in", "fan_out"), "nonlinearity": _check_nonlinearity}) | classes_of({
     "VarianceScaling": _scaled,
@@ -143,8 +130,7 @@ _NAMED: dict[str, Callable[[], Initializer]] = {
 }  # fmt: skip
 
 
-def initializer(
-    init: Tensor | str | Initializer | float, shape: Sequence[int] | int | None = None,
+def initializer(init: Tensor | str | Initializer | float, shape: Sequence[int] | int | None = None,
     dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Return a new tensor of initial values.

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from shardwise.errors import problem
 from shardwise.mindspore import context, rank_groups
-from shardwise.mindspore.checks import closest, integer, of_type
+from shardwise.mindspore.checks import closest, integer, note, of_type
 from shardwise.mindspore.library import ranks
-from shardwise.mindspore.notes import note
 
 WORLD_GROUPS = {name: f"{name}_world_group" for name in ("hccl", "nccl", "mccl", "gloo")}
 HCCL_WORLD_COMM_GROUP, NCCL_WORLD_COMM_GROUP = WORLD_GROUPS["hccl"], WORLD_GROUPS["nccl"]

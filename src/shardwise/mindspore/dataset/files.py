@@ -16,14 +16,13 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import one_of
+from shardwise.mindspore.checks import note, one_of
 from shardwise.mindspore.dataset.records import RecordFile, written_with
 from shardwise.mindspore.dataset.sources import GeneratorDataset
-from shardwise.mindspore.dataset.transforms import numpys
-from shardwise.mindspore.dataset.values import Array, Row
+from shardwise.mindspore.dataset.transforms import Array, Row, numpys
 from shardwise.mindspore.dataset.vision import decoded
-from shardwise.mindspore.notes import note
-from shardwise.mindspore.protobuf import read_fields, read_varint
+from shardwise.mindspore.named import SETTINGS
+from shardwise.mindspore.protobuf import read_fields, read_varint, varint
 
 # Settings of file datasets after their own ones.
 ROWS = {"num_samples": None, "num_parallel_workers": None, "shuffle": None}
@@ -57,12 +56,6 @@ def paths_of(dataset_files: Any) -> list[Path]:
     return [Path(dataset_files)] if isinstance(dataset_files, (str, Path)) else [*map(Path, dataset_files)]
 
 
-def image_of(path: Path, decode: bool) -> Array:
-    """Return the bytes of an image, or its pixels."""
-    data = np.frombuffer(path.read_bytes(), np.uint8)
-    return decoded(data) if decode else data
-
-
 def folder_of(dataset_dir: Any) -> Path:
     folder = Path(dataset_dir)
     if not folder.is_dir():
@@ -92,10 +85,8 @@ class MnistDataset(Files, dataset_dir=..., usage=None, **ROWS, **PARTS):
 
     def listed(self, dataset_dir: Any, usage: str | None) -> Any:
         folder, prefixes = folder_of(dataset_dir), _usage(usage, {"train": ("train",), "test": ("t10k",)})
-        images, labels = (
-            np.concatenate([_idx(path) for path in _matching(folder, [f"{p}-{kind}*ubyte*" for p in prefixes], kind)])
-            for kind in ("images", "labels")
-        )
+        paths = (_matching(folder, [f"{p}-{kind}*ubyte*" for p in prefixes], kind) for kind in ("images", "labels"))
+        images, labels = (np.concatenate([*map(_idx, files)]) for files in paths)
         return list(zip(images[..., None], labels.astype(np.uint32), strict=True)), None, self.columns
 
 
@@ -141,10 +132,7 @@ class Cifar100Dataset(Cifar10Dataset):
     columns = ("image", "fine_label", "coarse_label")
 
 
-class ImageFolderDataset(
-    Files, dataset_dir=..., **ROWS, sampler=None, extensions=None, class_indexing=None, decode=False, num_shards=None,
-    shard_id=None, cache=None,
-):  # fmt: skip
+class ImageFolderDataset(Files, **SETTINGS["dataset.ImageFolderDataset"]):
     """A folder per class with images: their bytes, or pixels if ``decode``, and the class index, in the order of names
     or by ``class_indexing``."""
 
@@ -153,15 +141,16 @@ class ImageFolderDataset(
         names = sorted(path.name for path in folder.iterdir() if path.is_dir())
         self._numbers = class_indexing or {name: i for i, name in enumerate(names)}
         endings = tuple(extension.lower() for extension in extensions or (".jpg", ".jpeg", ".png", ".bmp"))
-        rows = [
-            (path, number)
-            for name, number in self._numbers.items()
-            for path in sorted((folder / name).iterdir())
-            if path.suffix.lower() in endings
-        ]
+        rows = [(path, number) for name, number in self._numbers.items() for path in sorted((folder / name).iterdir())
+                if path.suffix.lower() in endings]  # fmt: skip
         if not rows:
             raise ValueError(problem(f"{folder} has no images in folders of classes", fix=f"files in {endings}"))
-        return rows, lambda row: (image_of(row[0], decode), np.array(row[1], np.int32)), self.columns
+
+        def read(row: tuple[Path, int]) -> tuple[Array, Array]:
+            data = np.frombuffer(row[0].read_bytes(), np.uint8)
+            return decoded(data) if decode else data, np.array(row[1], np.int32)
+
+        return rows, read, self.columns
 
     def get_class_indexing(self) -> dict[str, int]:
         """Return class name -> class index."""
@@ -222,10 +211,8 @@ class MindDataset(GeneratorDataset):
 # -- files of TFRecord -------------------------------------------------------------------------------------------------
 
 
-class Shuffle(enum.StrEnum):
-    """Scope of shuffling: over all rows, over files, or inside files."""
-
-    GLOBAL, FILES, INFILE = "global", "files", "infile"
+# Scope of shuffling: over all rows, over files, or inside files.
+Shuffle = enum.StrEnum("Shuffle", {"GLOBAL": "global", "FILES": "files", "INFILE": "infile"})
 
 
 class Schema:
@@ -250,24 +237,22 @@ class Schema:
             self.add_column(name, entry["type"], entry.get("shape"))
 
 
-def _numbers(values: Iterator[Any]) -> Iterator[int]:
+def _numbers(data: Any) -> Iterator[int]:
     """Yield signed numbers. Bytes hold several packed ones."""
-    for value in values:
-        place, data = 0, value
-        while isinstance(data, bytes) and place < len(data):
-            value, place = read_varint(data, place)
-            yield value - (value >> 63 << 64)
-        if isinstance(data, int):
-            yield data - (data >> 63 << 64)
+    place, packed = 0, data if isinstance(data, bytes) else varint(data)
+    while place < len(packed):
+        value, place = read_varint(packed, place)
+        yield value - (value >> 63 << 64)
 
 
 def _feature(data: bytes) -> list[bytes] | Array:
     """Return the values of a feature: bytes, float32 or int64."""
     for kind, content in read_fields(data):
-        values = (value for _, value in read_fields(content))
+        values = [value for _, value in read_fields(content)]
         if kind == 1:
-            return list(values)
-        return np.frombuffer(b"".join(values), "<f4") if kind == 2 else np.array(list(_numbers(values)), np.int64)
+            return values
+        numbers = (number for value in values for number in _numbers(value)) if kind == 3 else ()
+        return np.frombuffer(b"".join(values), "<f4") if kind == 2 else np.array([*numbers], np.int64)
     return []
 
 
@@ -288,10 +273,7 @@ def _records(path: Path, compression: str) -> Iterator[bytes]:
         place += size + 16
 
 
-class TFRecordDataset(
-    Files, dataset_files=..., schema=None, columns_list=None, **ROWS, num_shards=None, shard_id=None,
-    shard_equal_rows=False, cache=None, compression_type=None,
-):  # fmt: skip
+class TFRecordDataset(Files, **SETTINGS["dataset.TFRecordDataset"]):
     """Examples in TFRecord files. Without a ``schema`` columns have the files' types and one dim; texts are bytes.
     Shards are rows, not files."""
 
@@ -331,15 +313,6 @@ def _as_schema(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: 
 
 
 __all__ = [
-    "CSVDataset",
-    "Cifar10Dataset",
-    "Cifar100Dataset",
-    "FashionMnistDataset",
-    "ImageFolderDataset",
-    "MindDataset",
-    "MnistDataset",
-    "Schema",
-    "Shuffle",
-    "TFRecordDataset",
-    "TextFileDataset",
+    "CSVDataset", "Cifar10Dataset", "Cifar100Dataset", "FashionMnistDataset", "ImageFolderDataset", "MindDataset",
+    "MnistDataset", "Schema", "Shuffle", "TFRecordDataset", "TextFileDataset",
 ]  # fmt: skip

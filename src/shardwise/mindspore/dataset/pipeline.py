@@ -11,9 +11,8 @@ import itertools
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +21,18 @@ from shardwise.errors import problem
 from shardwise.mindspore.checks import unknown_words
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.dataset import records
-from shardwise.mindspore.dataset.transforms import applied, pad_end
-from shardwise.mindspore.dataset.values import Array, Columns, Row, as_array, count_of, named, names_of, once
+from shardwise.mindspore.dataset.transforms import (
+    Array,
+    Columns,
+    Row,
+    applied,
+    as_array,
+    count_of,
+    named,
+    names_of,
+    once,
+    pad_end,
+)
 from shardwise.mindspore.tensor import Tensor
 
 RowsOf = Callable[[int], Iterator[Row]]
@@ -31,13 +40,8 @@ PadInfo = dict[str, tuple[Any, Any]] | None  # column -> (shape or None for the 
 
 
 class Dataset:
-    """Rows of named columns. Every operation returns a new dataset based on this one.
-
-    Args:
-        rows_of: returns the rows of a pass; passes count from 0.
-        size: returns the number of rows per pass.
-        batch_size: returns the number of source items per row.
-    """
+    """Rows of named columns. Every operation returns a new dataset based on this one. ``rows_of``: returns the rows of
+    a pass, counted from 0; ``size``: the number of rows per pass; ``batch_size``: that of source items per row."""
 
     def __init__(
         self, columns: Sequence[str], rows_of: RowsOf | None = None, size: Callable[[], int] | None = None,
@@ -56,6 +60,10 @@ class Dataset:
         derived = Dataset(names, rows_of, size or self.get_dataset_size, batch_size or self.get_batch_size)
         derived._parent = self
         return derived
+
+    def _places(self, columns: Columns) -> list[int]:
+        """Return the positions of some columns, by default of all."""
+        return [self._columns.index(name) for name in (named(columns, self._columns) if columns else self._columns)]
 
     def get_class_indexing(self) -> dict[str, Any]:
         """Return class name -> class index of the files behind this dataset; of others nothing."""
@@ -87,13 +95,8 @@ class Dataset:
     def create_tuple_iterator(
         self, columns: Columns = None, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = True
     ) -> Iterator[list[Any]]:
-        """Return an iterator over rows as lists of tensors, or of numpy arrays.
-
-        A ``for`` loop ends with a pass, and the next one continues with the next pass. Arrays are always copied.
-
-        Args:
-            num_epochs: number of passes; -1: any number.
-        """
+        """Return an iterator over rows as lists of tensors, or of numpy arrays, which are copies. A ``for`` loop ends
+        with a pass, and the next one continues with the next pass, up to ``num_epochs``; -1: any number."""
         return _Passes(self, columns, num_epochs, output_numpy, lambda names, row: row)
 
     def create_dict_iterator(
@@ -112,9 +115,7 @@ class Dataset:
         num_parallel_workers: int | None = None, per_batch_map: Callable[..., Any] | None = None,
         input_columns: Columns = None, output_columns: Columns = None, **settings: Any,
     ) -> Dataset:  # fmt: skip
-        """Batch rows along a new dim 0.
-
-        The last batch may be smaller, or is dropped.
+        """Batch rows along a new dim 0. The last batch may be smaller, or is dropped.
 
         Args:
             batch_size: number of rows, or a function of an object with ``get_batch_num()`` and ``get_epoch_num()`` that
@@ -150,22 +151,19 @@ class Dataset:
     ) -> Dataset:  # fmt: skip
         """Return padded batches of rows of similar length. Bucket i has lengths from ``bucket_boundaries[i - 1]`` to
         below ``bucket_boundaries[i]`` and batches of ``bucket_batch_sizes[i]``. Full batches come at once, incomplete
-        ones at the end, bucket by bucket, unless ``drop_remainder``.
-
-        Args:
-            element_length_function: length of a row by its columns; by default the length of the only column.
-            pad_to_bucket_boundary: a dim without a size in ``pad_info`` is padded to the boundary minus one.
-        """
-        ends, sizes, names = list(bucket_boundaries), list(bucket_batch_sizes), named(column_names, self._columns)
+        ones at the end, bucket by bucket, unless ``drop_remainder``. ``element_length_function``: length of a row by
+        its columns; by default that of the only column. ``pad_to_bucket_boundary``: a dim without a size in
+        ``pad_info`` is padded to the boundary minus one."""
+        ends, sizes, places = list(bucket_boundaries), list(bucket_batch_sizes), self._places(column_names)
+        length = element_length_function or len
         once(tuple(map(str, ends)))
         if ends != sorted(ends) or not ends or ends[0] < 1:
             raise ValueError(problem(f"bucket_boundaries are {ends}", fix="ascending numbers from 1"))
         if len(sizes) != len(ends) + 1:
             what = f"{len(sizes)} bucket_batch_sizes for {len(ends)} boundaries"
             raise ValueError(problem(what, fix=f"{len(ends) + 1}: one more"))
-        if element_length_function is None and len(names) != 1:
-            raise ValueError(problem(f"the length of {list(names)}", fix="element_length_function, or one column"))
-        length, places = element_length_function or len, [self._columns.index(name) for name in names]
+        if element_length_function is None and len(places) != 1:
+            raise ValueError(problem(f"the length of {column_names}", fix="element_length_function, or one column"))
 
         def padded(members: list[Row], bucket: int) -> Row:
             end = ends[bucket] - 1 if pad_to_bucket_boundary and bucket < len(ends) else None
@@ -179,9 +177,7 @@ class Dataset:
                 if len(waiting[bucket]) == sizes[bucket]:
                     yield padded(waiting[bucket], bucket)
                     waiting[bucket] = []
-            for bucket, rest in enumerate(waiting):
-                if rest and not drop_remainder:
-                    yield padded(rest, bucket)
+            yield from (padded(rest, bucket) for bucket, rest in enumerate(waiting) if rest and not drop_remainder)
 
         return self._derived(rows, size=_counted(rows))
 
@@ -193,17 +189,15 @@ class Dataset:
 
     def zip(self, datasets: Any) -> Dataset:
         """Combine the columns of this and other datasets, as long as the shortest."""
-        others = datasets if isinstance(datasets, (tuple, list)) else (datasets,)
-        return zipped((self, *others))
+        return zipped((self, *_listed(datasets)))
 
     def concat(self, datasets: Any) -> Dataset:
         """Append the rows of other datasets."""
-        others = datasets if isinstance(datasets, (tuple, list)) else (datasets,)
-        for dataset in others:
+        sources = (self, *_listed(datasets))
+        for dataset in sources:
             if tuple(dataset.get_col_names()) != self._columns:
                 what = f"concat of the columns {list(self._columns)} and {dataset.get_col_names()}"
                 raise ValueError(problem(what, fix="the same names: rename(input_columns, output_columns)"))
-        sources = (self, *others)
         return Dataset(
             self._columns, lambda number: itertools.chain(*(source.rows(number) for source in sources)),
             lambda: sum(source.get_dataset_size() for source in sources),
@@ -223,8 +217,7 @@ class Dataset:
         self, predicate: Callable[..., Any], input_columns: Columns = None, num_parallel_workers: int | None = None
     ) -> Dataset:
         """Keep the rows for which a function of some columns, by default all, is true."""
-        columns = named(input_columns, self._columns) if input_columns else self._columns
-        places = [self._columns.index(name) for name in columns]
+        places = self._places(input_columns)
 
         def rows(number: int) -> Iterator[Row]:
             return (row for row in self.rows(number) if predicate(*(row[place] for place in places)))
@@ -242,9 +235,8 @@ class Dataset:
         if sum(counts) != total:
             what = f"split into {counts} of {total} rows"
             raise ValueError(problem(what, fix=f"numbers whose sum is {total}, or shares whose sum is 1"))
-        source = self.shuffle(total) if randomize else self
-        starts = [sum(counts[:i]) for i in range(len(counts))]
-        return [source._slice(at, at + count, fixed=True) for at, count in zip(starts, counts, strict=True)]
+        source, ends = self.shuffle(total) if randomize else self, list(itertools.accumulate(counts))
+        return [source._slice(end - count, end, fixed=True) for end, count in zip(ends, counts, strict=True)]
 
     def get_repeat_count(self) -> int:
         return 1
@@ -299,7 +291,7 @@ class Dataset:
     def project(self, columns: str | Sequence[str]) -> Dataset:
         """Select columns, in this order."""
         names = named(columns, self._columns)
-        places = [self._columns.index(name) for name in names]
+        places = self._places(names)
         return self._derived(lambda number: (tuple(row[i] for i in places) for row in self.rows(number)), names)
 
     def shuffle(self, buffer_size: int) -> Dataset:
@@ -365,6 +357,10 @@ class _Passes(Iterator[Any]):
         return self._form(self._names, items)
 
 
+def _listed(datasets: Any) -> Sequence[Dataset]:
+    return datasets if isinstance(datasets, (tuple, list)) else (datasets,)
+
+
 def zipped(datasets: Sequence[Dataset]) -> Dataset:
     """Combine the columns of several datasets, as long as the shortest."""
     columns = once(tuple(name for dataset in datasets for name in dataset.get_col_names()))
@@ -380,8 +376,7 @@ def _counted(rows: Callable[[int], Iterator[Row]]) -> Callable[[], int]:
     return cache(lambda: sum(1 for _ in rows(0)))
 
 
-@dataclass(frozen=True)
-class BatchInfo:
+class BatchInfo(NamedTuple):
     """Position of a batch, for ``per_batch_map`` and for a function that returns its size."""
 
     batch: int

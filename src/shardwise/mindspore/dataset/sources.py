@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import note
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.dataset.pipeline import Dataset
-from shardwise.mindspore.dataset.values import Row, as_array, count_of, names_of
-from shardwise.mindspore.named import Function, WithSettings, classes_of
-from shardwise.mindspore.notes import note
+from shardwise.mindspore.dataset.transforms import Row, as_array, count_of, names_of
+from shardwise.mindspore.named import SETTINGS, Function, WithSettings, classes_of
 
 
 class Sampler(WithSettings, num_samples=None):
@@ -40,36 +40,22 @@ def _listed(name: str, indices: Any) -> list[Any]:
 
 # Functions of the number of rows, and of the random generator of the pass.
 SAMPLERS = classes_of({
-    "DistributedSampler": (
-        "Every ``num_shards``-th row, from ``shard_id`` on. Shards are equally long: the first rows repeat at the end.",
-        lambda rows, chance, *, num_shards, shard_id, shuffle=True, num_samples=None, offset=-1: _shard(
-            chance.permutation(rows) if shuffle else range(rows), num_shards, shard_id)),
-    "RandomSampler": (
-        "Rows in a random order; with ``replacement`` rows may repeat.",
-        lambda rows, chance, *, replacement=False, num_samples=None: (
-            chance.integers(0, rows, num_samples or rows) if replacement else chance.permutation(rows))),
-    "SequentialSampler": (
-        "Rows in order, from ``start_index`` on.",
-        lambda rows, chance, *, start_index=None, num_samples=None: range(start_index or 0, rows)),
-    "SubsetRandomSampler": (
-        "The given rows, in a random order.",
-        lambda rows, chance, *, indices, num_samples=None: chance.permutation(indices)),
-    "SubsetSampler": ("The given rows.", lambda rows, chance, *, indices, num_samples=None: indices),
-    "WeightedRandomSampler": (
-        "Rows drawn with these weights.",
-        lambda rows, chance, *, weights, num_samples=None, replacement=True: chance.choice(
-            len(weights), num_samples or len(weights), replacement, weights / weights.sum())),
+    "DistributedSampler": lambda rows, chance, *, num_shards, shard_id, shuffle=True, num_samples=None, offset=-1: (
+        _shard(chance.permutation(rows) if shuffle else range(rows), num_shards, shard_id)),
+    "RandomSampler": lambda rows, chance, *, replacement=False, num_samples=None: (
+            chance.integers(0, rows, num_samples or rows) if replacement else chance.permutation(rows)),
+    "SequentialSampler": lambda rows, chance, *, start_index=None, num_samples=None: range(start_index or 0, rows),
+    "SubsetRandomSampler": lambda rows, chance, *, indices, num_samples=None: chance.permutation(indices),
+    "SubsetSampler": lambda rows, chance, *, indices, num_samples=None: indices,
+    "WeightedRandomSampler": lambda rows, chance, *, weights, num_samples=None, replacement=True: chance.choice(
+            len(weights), num_samples or len(weights), replacement, weights / weights.sum()),
 }, Sampler, __name__, checks={
     "indices": _listed, "weights": lambda _, weights: np.asarray(weights, float),
 })  # fmt: skip
 globals().update(SAMPLERS)
 
 
-class GeneratorDataset(
-    WithSettings, Dataset, source=..., column_names=("data",), column_types=None, num_samples=None,
-    num_parallel_workers=1, shuffle=None, sampler=None, num_shards=None, shard_id=None, python_multiprocessing=True,
-    max_rowsize=6, schema=None,
-):  # fmt: skip
+class GeneratorDataset(WithSettings, Dataset, **SETTINGS["dataset.GeneratorDataset"]):
     """A dataset of rows from Python.
 
     Only a source with ``__getitem__`` can be shuffled, which is its default, and sharded. Shard ``shard_id`` of
@@ -168,10 +154,7 @@ def _used_up(what: str) -> RuntimeError:
     return RuntimeError(problem(what, fix="give the generator function itself, without calling it"))
 
 
-class NumpySlicesDataset(
-    GeneratorDataset, data=..., column_names=None, num_samples=None, num_parallel_workers=1, shuffle=None, sampler=None,
-    num_shards=None, shard_id=None,
-):  # fmt: skip
+class NumpySlicesDataset(GeneratorDataset, **SETTINGS["dataset.NumpySlicesDataset"]):
     """The slices of arrays along dim 0. ``data`` is an array, a tuple of arrays, or a dictionary of them by column.
     Columns are named column_0, column_1, ... by default."""
 

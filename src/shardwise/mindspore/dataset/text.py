@@ -12,8 +12,7 @@ import numpy as np
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.dataset.pipeline import Dataset
-from shardwise.mindspore.dataset.transforms import Transform
-from shardwise.mindspore.dataset.values import Array, Columns, names_of
+from shardwise.mindspore.dataset.transforms import Array, Columns, Transform, names_of
 from shardwise.mindspore.named import absent, classes_of
 
 
@@ -128,13 +127,10 @@ class _Tokenizer(Transform):
 
 
 CLASSES = classes_of({
-    "Truncate": ("Truncation to the first ``max_seq_len`` words.", lambda words, *, max_seq_len: (
-        np.asarray(words)[:max_seq_len])),
+    "Truncate": lambda words, *, max_seq_len: (np.asarray(words)[:max_seq_len]),
 }, Transform, __name__) | classes_of({
-    "PythonTokenizer": ("Tokenizer by a Python function of a string.", lambda text, *, tokenizer: tokenizer(text)),
-    "WhitespaceTokenizer": (
-        "Tokenizer that splits at whitespace. ``with_offsets`` is refused.",
-        lambda text, *, with_offsets=False: text.split()),
+    "PythonTokenizer": lambda text, *, tokenizer: tokenizer(text),
+    "WhitespaceTokenizer": lambda text, *, with_offsets=False: text.split(),
 }, _Tokenizer, __name__)  # fmt: skip
 globals().update(CLASSES)
 

@@ -9,9 +9,48 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.dataset.values import Array
+from shardwise.mindspore.checks import closest, integer
 from shardwise.mindspore.named import Function, WithSettings, absent, classes_of
 from shardwise.mindspore.tensor_methods import dtype_of
+
+Array = np.ndarray[Any, Any]
+Row = tuple[Array, ...]
+Columns = str | Sequence[str] | None
+
+
+def as_array(value: Any) -> Array:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    return np.asarray(value)
+
+
+def names_of(columns: str | Sequence[str]) -> tuple[str, ...]:
+    """Return column names, given as a list or as a single one."""
+    names = (columns,) if isinstance(columns, str) else columns
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
+        raise TypeError(problem(f"the names of columns are {columns!r}", fix='give a list: ["input", "label"]'))
+    return once(tuple(names))
+
+
+def once(names: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(problem(f'there are two columns "{twice[0]}"', fix="name every column once"))
+    return names
+
+
+def named(columns: str | Sequence[str], column_names: Sequence[str]) -> tuple[str, ...]:
+    """Check column names against those of a dataset and return them."""
+    names = names_of(columns)
+    if unknown := [name for name in names if name not in column_names]:
+        raise ValueError(problem(f'there is no column "{unknown[0]}"', fix=closest(unknown[0], column_names)))
+    return names
+
+
+def count_of(name: str, value: Any, low: int = 1) -> int:
+    """Check for a number of rows."""
+    if integer(name, value) < low:
+        raise ValueError(problem(f"{name} is {value}", fix=f"give an integer from {low} on"))
+    return int(value)
 
 
 def applied(functions: Sequence[Function], operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -72,25 +111,19 @@ def pad_end(x: Any, *, pad_shape: Any, pad_value: Any = None) -> Array:
 
 CLASSES = classes_of({
     "OneHot": _hot,
-    "Fill": ("An array filled with one value.", lambda x, *, fill_value: np.full_like(np.asarray(x), fill_value)),
+    "Fill": lambda x, *, fill_value: np.full_like(np.asarray(x), fill_value),
     "PadEnd": pad_end,
-    "Concatenate": (
-        "Concatenation of the columns along ``axis``, between ``prepend`` and ``append``.",
-        lambda *operands, axis=0, prepend=None, append=None: np.concatenate(
-            [np.asarray(x) for x in (prepend, *operands, append) if x is not None], axis)),
-    "TypeCast": ("Conversion to another dtype.", lambda x, *, output_type: np.asarray(x).astype(output_type)),
-    "Unique": (
-        "The distinct elements, the index of each element among them, and their counts.",
-        lambda x: np.unique(np.asarray(x), return_inverse=True, return_counts=True)),
+    "Concatenate": lambda *operands, axis=0, prepend=None, append=None: np.concatenate(
+            [np.asarray(x) for x in (prepend, *operands, append) if x is not None], axis),
+    "TypeCast": lambda x, *, output_type: np.asarray(x).astype(output_type),
+    "Unique": lambda x: np.unique(np.asarray(x), return_inverse=True, return_counts=True),
 }, Transform, __name__) | classes_of({
-    "Compose": ("A sequence of functions.", lambda *operands, transforms: _one_or_all(applied(transforms, operands))),
-    "RandomApply": (
-        "A sequence of functions that is applied with probability ``prob``.", lambda *operands, transforms, prob=0.5: (
-            _one_or_all(applied(transforms, operands) if np.random.random() < prob else operands))),
-    "RandomChoice": ("One of the functions, chosen at random.", lambda *operands, transforms: (
-        transforms[np.random.randint(len(transforms))](*operands))),
-    "RandomOrder": ("The functions in a random order.", lambda *operands, transforms: _one_or_all(
-        applied([transforms[i] for i in np.random.permutation(len(transforms))], operands))),
+    "Compose": lambda *operands, transforms: _one_or_all(applied(transforms, operands)),
+    "RandomApply": lambda *operands, transforms, prob=0.5: (
+            _one_or_all(applied(transforms, operands) if np.random.random() < prob else operands)),
+    "RandomChoice": lambda *operands, transforms: (transforms[np.random.randint(len(transforms))](*operands)),
+    "RandomOrder": lambda *operands, transforms: _one_or_all(
+        applied([transforms[i] for i in np.random.permutation(len(transforms))], operands)),
 }, Transform, __name__, checks={"transforms": _functions})  # fmt: skip
 globals().update(CLASSES)
 

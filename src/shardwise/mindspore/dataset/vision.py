@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import one_of
-from shardwise.mindspore.dataset.transforms import DTYPES, Transform
-from shardwise.mindspore.dataset.values import Array
+from shardwise.mindspore.dataset.transforms import DTYPES, Array, Transform
 from shardwise.mindspore.named import Function, absent, classes_of
 
 try:
@@ -29,40 +27,19 @@ except ImportError as error:
 Sizes = int | Sequence[int]
 
 
-class ImageBatchFormat(enum.StrEnum):
-    """The order of dims in a batch of images."""
-
-    NHWC = "NHWC"
-    NCHW = "NCHW"
-
-
-class Inter(enum.IntEnum):
-    """Interpolation methods."""
-
-    NEAREST = 0
-    LINEAR = BILINEAR = 2
-    CUBIC = BICUBIC = 3
-    AREA = 4
-    ANTIALIAS = 1
-
-
-class Border(enum.Enum):
-    """Padding modes, by numpy's names."""
-
-    CONSTANT = "constant"
-    EDGE = "edge"
-    REFLECT = "reflect"
-    SYMMETRIC = "symmetric"
+# Interpolation methods, and padding modes by numpy's names.
+Inter = enum.IntEnum("Inter", {
+    "NEAREST": 0, "LINEAR": 2, "BILINEAR": 2, "CUBIC": 3, "BICUBIC": 3, "AREA": 4, "ANTIALIAS": 1})  # fmt: skip
+Border = enum.Enum("Border", {
+    "CONSTANT": "constant", "EDGE": "edge", "REFLECT": "reflect", "SYMMETRIC": "symmetric"})  # fmt: skip
 
 
 class ConvertMode(enum.Enum):
     """Colour conversions, as (from, to) in Pillow's names."""
 
-    COLOR_RGB2GRAY = ("RGB", "L")
-    COLOR_GRAY2RGB = ("L", "RGB")
+    COLOR_RGB2GRAY, COLOR_GRAY2RGB = ("RGB", "L"), ("L", "RGB")
     COLOR_RGB2BGR = COLOR_BGR2RGB = ("RGB", "BGR")
-    COLOR_RGB2RGBA = ("RGB", "RGBA")
-    COLOR_RGBA2RGB = ("RGBA", "RGB")
+    COLOR_RGB2RGBA, COLOR_RGBA2RGB = ("RGB", "RGBA"), ("RGBA", "RGB")
 
 
 FILTERS = [Image.Resampling[name] for name in ("NEAREST", "LANCZOS", "BILINEAR", "BICUBIC", "BOX")]  # by Inter
@@ -107,7 +84,9 @@ def _at_times(probability: float, image: Any, change: Function) -> Any:
     return change(image) if np.random.random() < probability else image
 
 
-# -- parts of images ---------------------------------------------------------------------------------------------------
+def _by_chance(change: Function, chance: float = 0.5) -> Function:
+    """Return a function of an image that is changed with probability ``prob``."""
+    return lambda image, *, prob=chance: _at_times(prob, image, change)
 
 
 def decoded(data: Any, *, to_pil: bool = False) -> Any:
@@ -157,8 +136,7 @@ def _centre(image: Any, *, size: Sizes) -> Any:
     return _cropped(image, (h - height) // 2, (w - width) // 2, height, width)
 
 
-def _random_crop(
-    image: Any, *, size: Sizes, padding: Any = None, pad_if_needed: bool = False, fill_value: Any = 0,
+def _random_crop(image: Any, *, size: Sizes, padding: Any = None, pad_if_needed: bool = False, fill_value: Any = 0,
     padding_mode: Border = Border.CONSTANT,
 ) -> Any:  # fmt: skip
     """Random crop of ``size``, after ``padding``."""
@@ -174,26 +152,24 @@ def _random_crop(
     return _cropped(image, *_drawn_place(h - height + 1, w - width + 1), height, width)
 
 
-def _random_resized_crop(
-    image: Any, *, size: Sizes, scale: Any = (0.08, 1.0), ratio: Any = (3 / 4, 4 / 3),
+def _random_resized_crop(image: Any, *, size: Sizes, scale: Any = (0.08, 1.0), ratio: Any = (3 / 4, 4 / 3),
     interpolation: Inter = Inter.LINEAR, max_attempts: int = 10,
 ) -> Any:  # fmt: skip
     """Random crop of random size and aspect ratio, resized. The bytes of a file are decoded first."""
     image = decoded(image) if np.asarray(image).ndim < 2 else image
     h, w = np.asarray(image).shape[:2]
-    part = None
     for _ in range(max_attempts):
         area, shape = h * w * _drawn(*scale), np.exp(_drawn(*np.log(ratio)))
         height, width = round((area / shape) ** 0.5), round((area * shape) ** 0.5)
         if 0 < height <= h and 0 < width <= w:
             part = _cropped(image, *_drawn_place(h - height + 1, w - width + 1), height, width)
             break
-    part = _centre(image, size=min(h, w)) if part is None else part
+    else:
+        part = _centre(image, size=min(h, w))
     return _resized(part, size=_pair(size), interpolation=interpolation)
 
 
-def _erased(
-    image: Any, *, prob: float = 0.5, scale: Any = (0.02, 0.33), ratio: Any = (0.3, 3.3), value: Any = 0,
+def _erased(image: Any, *, prob: float = 0.5, scale: Any = (0.02, 0.33), ratio: Any = (0.3, 3.3), value: Any = 0,
     inplace: bool = False, max_attempts: int = 10,
 ) -> Array:  # fmt: skip
     """A random box set to a value, or to "random" numbers, in a copy. Channels come first, as in the reference."""
@@ -210,37 +186,6 @@ def _erased(
     return array
 
 
-def _cut_and_pasted(
-    images: Any, labels: Any, *, image_batch_format: str, alpha: float = 1.0, prob: float = 1.0
-) -> tuple[Array, Array]:
-    """A box of another image pasted into each image of a batch, with labels mixed by area (Yun et al. 2019)."""
-    is_last = one_of("NHWC", "NCHW")("image_batch_format", image_batch_format) == "NHWC"
-    images, labels = np.array(images), np.asarray(labels).astype(np.float32)
-    height, width = images.shape[1:3] if is_last else images.shape[2:]
-    order, kept = np.random.permutation(len(images)), np.ones((len(images), *(1,) * (labels.ndim - 1)), np.float32)
-    pasted = images.copy()
-    for number in np.flatnonzero(np.random.random(len(images)) < prob):
-        cut = np.sqrt(1 - np.random.beta(alpha, alpha))
-        rows, columns = (
-            slice(max(center - int(size * cut) // 2, 0), min(center + int(size * cut) // 2, size))
-            for center, size in zip(_drawn_place(height, width), (height, width), strict=True)
-        )
-        box = (rows, columns) if is_last else (..., rows, columns)
-        pasted[number][box] = images[order[number]][box]
-        kept[number] = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
-    return pasted, kept * labels + (1 - kept) * labels[order]
-
-
-def _mixed(images: Any, labels: Any, *, alpha: float = 1.0) -> tuple[Array, ...]:
-    """Each image of a batch mixed with another one (Zhang et al. 2018)."""
-    order, share = np.random.permutation(len(images)), np.random.beta(alpha, alpha)
-    both = (np.asarray(batch) for batch in (images, labels))
-    return tuple((share * batch + (1 - share) * batch[order]).astype(np.float32) for batch in both)
-
-
-# -- moves -------------------------------------------------------------------------------------------------------------
-
-
 def _mirrored(image: Any, dim: int) -> Any:
     return _like(np.ascontiguousarray(np.flip(np.asarray(image), dim)), image)
 
@@ -250,18 +195,16 @@ def _rotated(image: Any, *, degrees: Any, resample: Inter = Inter.NEAREST, expan
     return _by_pillow(image, lambda picture: picture.rotate(degrees, FILTERS[resample], expand), True)
 
 
-def _moved(image: Any, degrees: float, moves: Any, zoom: float, skew: Any, resample: Any = 0, fill: Any = 0) -> Any:
+def _moved(image: Any, degrees: float, moves: Any, zoom: float, skew: float, resample: Any = 0, fill: Any = 0) -> Any:
     """Rotate an image around its centre, translate it by fractions of its size, scale it and shear it by degrees."""
-    angle, skewed = np.deg2rad(degrees), np.tan(np.deg2rad(skew[0] if isinstance(skew, (list, tuple)) else skew))
 
     def change(picture: Image.Image) -> Image.Image:
-        x, y = (size * move for size, move in zip(picture.size, moves, strict=False))
-        forward = zoom * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-        back = np.linalg.inv(forward @ np.array([[1, skewed], [0, 1]]))
-        middle = np.array(picture.size) / 2
-        offset = middle - back @ (middle + np.array([x, y]))
-        rows = (*back[0], offset[0], *back[1], offset[1])
+        angle, middle = np.deg2rad(degrees), np.array(picture.size) / 2
+        turn = zoom * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+        back = np.linalg.inv(turn @ np.array([[1, np.tan(np.deg2rad(skew))], [0, 1]]))
+        offset = middle - back @ (middle + np.multiply(picture.size, moves))
         filters = Image.Resampling.BILINEAR if int(resample) else Image.Resampling.NEAREST
+        rows = (*back[0], offset[0], *back[1], offset[1])
         return picture.transform(picture.size, Image.Transform.AFFINE, rows, filters, fillcolor=fill)
 
     return _by_pillow(image, change)
@@ -276,9 +219,6 @@ def _random_moved(
     skew = _drawn(*_span(shear)) if shear is not None else 0.0
     moves = [_drawn(-move, move) for move in translate] if translate is not None else (0.0, 0.0)
     return _moved(image, turn, moves, zoom, skew, resample, fill_value)
-
-
-# -- colours -----------------------------------------------------------------------------------------------------------
 
 
 def _enhanced(image: Any, kind: str, factor: float, by_channel: bool = False) -> Any:
@@ -307,7 +247,7 @@ def _random_colors(image: Any, *, brightness: Any = (1, 1), contrast: Any = (1, 
     return _hue_turned(image, _drawn(*_span(hue)), True) if any(_span(hue)) else image
 
 
-def _range(name: str, strength: Any) -> tuple[float, float]:
+def _range(name: str, strength: Any) -> Any:
     """Check the factors of a change of colours: a range, or x for 1 - x to 1 + x."""
     low, high = (max(0, 1 - strength), 1 + strength) if isinstance(strength, (int, float)) else strength
     return low, high
@@ -331,16 +271,6 @@ def _random_solarized(image: Any, *, threshold: Any = (0, 255)) -> Any:
     """Inversion of the values of a random part of ``threshold``; if its ends are equal, from there on."""
     low, high = sorted(np.random.randint(threshold[0], threshold[1] + 1, 2))
     return _inverted(image, low, 255 if low == high else high)
-
-
-def _contrasted(image: Any, *, cutoff: float = 0.0, ignore: Any = None) -> Any:
-    """Pillow's autocontrast."""
-    return _by_pillow(image, lambda picture: ImageOps.autocontrast(picture, cutoff, ignore))
-
-
-def _equalized(image: Any) -> Any:
-    """Pillow's equalization of the histogram."""
-    return _by_pillow(image, ImageOps.equalize)
 
 
 def _blurred(image: Any, *, kernel_size: Any, sigma: Any = None) -> Any:
@@ -367,9 +297,6 @@ def _as_pillows(image: Any) -> Any:
     return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
 
 
-# -- several at random -------------------------------------------------------------------------------------------------
-
-
 def _chosen(image: Any, *, policy: Any) -> Any:
     """One of several lists of (function, probability), chosen at random."""
     for function, probability in policy[np.random.randint(len(policy))]:
@@ -385,52 +312,42 @@ CHECKS: dict[str, Any] = {
     **dict.fromkeys(("brightness", "contrast", "saturation"), _range), "hue": _check_hue,
 }  # fmt: skip
 FUNCTIONS: dict[str, Any] = {
-    "AutoContrast": _contrasted, "CenterCrop": _centre, "CutMixBatch": _cut_and_pasted,
-    "ConvertColor": lambda image, *, convert_mode: np.asarray(image)[..., ::-1] if "BGR" in convert_mode.value else (
-        _by_pillow(image, lambda picture: picture.convert(convert_mode.value[1]))),
-    "Decode": decoded, "Equalize": _equalized, "GaussianBlur": _blurred,
-    "HorizontalFlip": lambda image: _mirrored(image, 1),
-    "HWC2CHW": lambda image: np.ascontiguousarray(np.moveaxis(np.asarray(image), -1, 0)),
-    "Invert": lambda image: _like(255 - np.asarray(image), image),
-    "MixUpBatch": _mixed, "Normalize": _normalized,
+    "AutoContrast": lambda image, *, cutoff=0.0, ignore=None: _by_pillow(
+        image, lambda picture: ImageOps.autocontrast(picture, cutoff, ignore)),
+    "CenterCrop": _centre, "ConvertColor": lambda image, *, convert_mode: (
+        np.asarray(image)[..., ::-1] if "BGR" in convert_mode.value
+        else _by_pillow(image, lambda picture: picture.convert(convert_mode.value[1]))),
+    "Decode": decoded, "Equalize": lambda image: _by_pillow(image, ImageOps.equalize), "GaussianBlur": _blurred,
+    "HorizontalFlip": lambda image: _mirrored(image, 1), "HWC2CHW": lambda image: np.ascontiguousarray(
+        np.moveaxis(np.asarray(image), -1, 0)),
+    "Invert": lambda image: _like(255 - np.asarray(image), image), "Normalize": _normalized,
     "Pad": (None, _padded, {"checks": {**CHECKS, "padding": lambda _, padding: _sides(padding)}}),
-    "PILToTensor": lambda image: np.ascontiguousarray(_channels_first(image)),
-    "RandomAffine": _random_moved,
-    "RandomAutoContrast": lambda image, *, cutoff=0.0, ignore=None, prob=0.5: _at_times(
-        prob, image, lambda picture: _contrasted(picture, cutoff=cutoff, ignore=ignore)),
-    "RandomColorAdjust": _random_colors,
-    "RandomColor": lambda image, *, degrees=(0.1, 1.9): _enhanced(image, "Color", _drawn(*degrees)),
+    "PILToTensor": lambda image: np.ascontiguousarray(_channels_first(image)), "RandomAffine": _random_moved,
+    "RandomColorAdjust": _random_colors, "RandomColor": lambda image, *, degrees=(0.1, 1.9): _enhanced(
+        image, "Color", _drawn(*degrees)),
     "RandomCrop": _random_crop, "RandomCropDecodeResize": _random_resized_crop,
-    "RandomEqualize": lambda image, *, prob=0.5: _at_times(prob, image, _equalized),
-    "RandomErasing": _erased,
-    "RandomGrayscale": lambda image, *, prob=0.1: _at_times(
-        prob, image, lambda picture: _by_pillow(picture, lambda x: x.convert("L").convert(x.mode))),
-    "RandomHorizontalFlip": lambda image, *, prob=0.5: _at_times(prob, image, lambda x: _mirrored(x, 1)),
-    "RandomInvert": lambda image, *, prob=0.5: _at_times(prob, image, _inverted),
-    "RandomPosterize": ("The first bits of every value, a random number of them in the range ``bits``.",
-                        lambda image, *, bits=(8, 8): _by_pillow(image, lambda picture: ImageOps.posterize(
-                            picture, int(np.random.randint(bits[0], bits[1] + 1))))),
-    "RandomResizedCrop": _random_resized_crop, "RandomRotation": (
-        "Random rotation by up to ``degrees``, or by degrees of a range.",
-        lambda image, *, degrees, resample=Inter.NEAREST, expand=False: _rotated(
-            image, degrees=_drawn(*_span(degrees)), resample=resample, expand=expand)),
-    "RandomSelectSubpolicy": _chosen,
-    "RandomSharpness": lambda image, *, degrees=(0.1, 1.9): _enhanced(image, "Sharpness", _drawn(*degrees)),
-    "RandomSolarize": _random_solarized,
-    "RandomVerticalFlip": lambda image, *, prob=0.5: _at_times(prob, image, lambda x: _mirrored(x, 0)),
+    "RandomEqualize": _by_chance(lambda image: _by_pillow(image, ImageOps.equalize)), "RandomErasing": _erased,
+    "RandomGrayscale": _by_chance(lambda image: _by_pillow(image, lambda x: x.convert("L").convert(x.mode)), 0.1),
+    "RandomHorizontalFlip": _by_chance(lambda image: _mirrored(image, 1)),
+    "RandomPosterize": lambda image, *, bits=(8, 8): _by_pillow(image, lambda picture: ImageOps.posterize(
+                            picture, int(np.random.randint(bits[0], bits[1] + 1)))),
+    "RandomResizedCrop": _random_resized_crop,
+    "RandomRotation": lambda image, *, degrees, resample=Inter.NEAREST, expand=False: _rotated(
+            image, degrees=_drawn(*_span(degrees)), resample=resample, expand=expand),
+    "RandomSelectSubpolicy": _chosen, "RandomSharpness": lambda image, *, degrees=(0.1, 1.9): _enhanced(
+        image, "Sharpness", _drawn(*degrees)),
+    "RandomSolarize": _random_solarized, "RandomVerticalFlip": _by_chance(lambda image: _mirrored(image, 0)),
     "Rescale": lambda image, *, rescale, shift: (
         np.asarray(image).astype(np.float32) * rescale + shift).astype(np.float32),
     "Resize": (None, _resized, {"checks": {name: check for name, check in CHECKS.items() if name != "size"}}),
-    "Rotate": _rotated,
-    "ToNumpy": lambda image: np.array(image), "ToPIL": _as_pillows,
-    "ToTensor": (
-        "Conversion to channels first, from 0 to 1 in float32 (or ``output_type``).",
-        lambda image, *, output_type=np.float32: (_channels_first(image).astype(np.float32) / 255).astype(output_type)),
-    "ToType": ("Conversion to another dtype.", lambda image, *, output_type: np.asarray(image).astype(output_type)),
+    "Rotate": _rotated, "ToNumpy": lambda image: np.array(image), "ToPIL": _as_pillows,
+    "ToTensor": lambda image, *, output_type=np.float32: (
+        _channels_first(image).astype(np.float32) / 255).astype(output_type),
+    "ToType": lambda image, *, output_type: np.asarray(image).astype(output_type),
     "VerticalFlip": lambda image: _mirrored(image, 0),
 }  # fmt: skip
 CLASSES = classes_of(FUNCTIONS, Transform, __name__, checks=CHECKS)
 globals().update(CLASSES)
 
-__all__ = ["Border", "ConvertMode", "ImageBatchFormat", "Inter", *CLASSES]
+__all__ = ["Border", "ConvertMode", "Inter", *CLASSES]
 __getattr__ = absent(__name__, lambda: __all__)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from shardwise.mindspore.communication.management import group_name, group_ranks_name
-from shardwise.mindspore.ir import names
 from shardwise.mindspore.ir.origins import Origins
-from shardwise.mindspore.ir.page import Page, Shape, Strategy, attribute
+from shardwise.mindspore.ir.page import COLLECTIVES, Page, Shape, Strategy, attribute, hashed
 from shardwise.mindspore.library import (
     Bucket,
     Conversion,
@@ -77,7 +76,7 @@ class Execution:
     ) -> None:  # fmt: skip
         local, move = local_move(moves[0], self.coordinates, backward=False), moves[0]
         assert local.kind is not None, "a message"
-        operator = names.COLLECTIVES[local.kind]
+        operator = COLLECTIVES[local.kind]
         role = "forward_op" if move.cell[0].startswith("P") else "redistribution_op"
         suffix = operator if role == "redistribution_op" else ""
         attrs = {**group_attrs(self.spmd, move.axes, self.rank), "fusion": fusion, "index": number}
@@ -134,11 +133,8 @@ class Execution:
             value = name
 
 
-SLICING_INPUTS = {
-    "StridedSlice": ("x", "begin", "end", "strides"),
-    "Reshape": ("tensor", "shape"),
-    "Gather": ("input_params", "input_indices", "axis"),
-}
+SLICING_INPUTS = {"StridedSlice": ("x", "begin", "end", "strides"), "Reshape": ("tensor", "shape"),
+                  "Gather": ("input_params", "input_indices", "axis")}  # fmt: skip
 
 
 def slicing(part: OverlapPart) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
@@ -162,12 +158,8 @@ def slicing(part: OverlapPart) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
 def group_attrs(spmd: SpmdProgram, axes: tuple[str, ...], rank: int) -> dict[str, Any]:
     """Return the attributes of a collective's group on this rank."""
     members = tuple(sorted(spmd.mesh.group(axes, rank)))
-    return {
-        "group": group_name(members),
-        "rank_list": members,
-        "group_ranks": group_ranks_name(members),
-        "group_rank_ids": tuple(range(len(members))),
-    }
+    group, ranks = group_name(members), group_ranks_name(members)
+    return {"group": group, "rank_list": members, "group_ranks": ranks, "group_rank_ids": tuple(range(len(members)))}
 
 
 def backward(spmd: SpmdProgram, rank: int) -> Iterator[str]:
@@ -178,7 +170,7 @@ def backward(spmd: SpmdProgram, rank: int) -> Iterator[str]:
     yield "# Backward: its collectives, in order."
     for collective in spmd.backward_collectives():
         inner = ", ".join(f"{k}: {attribute(v)}" for k, v in group_attrs(spmd, collective.axes, rank).items())
-        yield f"#   {names.COLLECTIVES[collective.kind]} {{{inner}}} {collective.num_bytes} bytes"
+        yield f"#   {COLLECTIVES[collective.kind]} {{{inner}}} {collective.num_bytes} bytes"
 
 
 def _dims(move: Move) -> dict[str, Any]:
@@ -190,7 +182,7 @@ def _dims(move: Move) -> dict[str, Any]:
 
 
 def _number(conversions: Sequence[Conversion], number: int) -> int:
-    return names.hashed(*(conversion.result for conversion in conversions), number)
+    return hashed(*(conversion.result for conversion in conversions), number)
 
 
 def _variable(conversions: Sequence[Conversion]) -> str:

@@ -11,11 +11,21 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from torch import nn
+from torch._ops import OpOverload
 
-from shardwise.mindspore.ir import names
+from shardwise.mindspore.holding import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.library import Graph, Op, Source
+from shardwise.mindspore.named import TABLES
 from shardwise.mindspore.ops.primitive import Primitive
-from shardwise.mindspore.parameter_names import checkpoint_buffers, checkpoint_names
+
+# PyTorch operators whose name in the reference is not their CamelCase name.
+OPERATORS = dict(row.split("=") for row in TABLES["ir"]["operators"].split())
+
+
+def operator(target: OpOverload) -> str:
+    """Return the reference's name of an operator; operators that it lacks get their torch name in CamelCase."""
+    name = target._schema.name.partition("::")[2]
+    return OPERATORS.get(name) or "".join(part[:1].upper() + part[1:] for part in name.split("_"))
 
 
 class Origins:
@@ -76,7 +86,7 @@ class Origins:
                 attributes = self._primitives_of(op.module)
                 name = name if name in attributes else re.sub(r"_\d+$", "", name)
                 primitive = attributes.get(name)
-                is_own = primitive is not None and (names.operator(op.target) == primitive.name or self._is_alone(op))
+                is_own = primitive is not None and (operator(op.target) == primitive.name or self._is_alone(op))
                 primitive_of[op.name] = name, primitive if is_own else None
             elif op.source:
                 lines.setdefault((op.module, op.source), []).append(op)
@@ -85,7 +95,7 @@ class Origins:
             called = [(name, attributes[name]) for name in self._called(source) if name in attributes]
             called = [item for item in called if item[1].in_strategy is None]
             for op in ops:
-                same = next((item for item in called if item[1].name == names.operator(op.target)), None)
+                same = next((item for item in called if item[1].name == operator(op.target)), None)
                 if same is None and len(called) == len(_shown(ops)) == 1 and op in _shown(ops):
                     same = called[0]
                 if same is not None:

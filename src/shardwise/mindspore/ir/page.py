@@ -6,13 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
-from shardwise.mindspore.ir import names
-from shardwise.mindspore.ir.origins import Origins, is_marker
+from shardwise.mindspore.communication.management import gnu_hash
+from shardwise.mindspore.ir.origins import Origins, is_marker, operator
 from shardwise.mindspore.library import Graph, Op, Ref, map_refs
 
 Shape = tuple[int, ...]
 Strategy = tuple[tuple[int, ...], ...]
+
+
+# The reference's names of an operator's inputs.
+INPUTS = {"MatMul": ("x1", "x2"), "BatchMatMul": ("x1", "x2"), "ReLU": ("x",)}
+TYPES = {torch.bfloat16: "BFloat16", torch.uint8: "UInt8"}
+COLLECTIVES = {
+    "all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_to_all": "AlltoAll",
+    "collective_permute": "NeighborExchange", "halo_exchange": "NeighborExchangeV2",
+}  # fmt: skip
 
 
 class Page:
@@ -42,7 +52,7 @@ class Page:
             key, (dtype, shape) = self.keys[name], self._types[name]
             self._printed_as[name] = result = f"{key}, loaded"
             self._types[result] = dtype, shape
-            types = (names.reference(dtype, shape, key), "<UMonad>")  # "U" orders reads and writes in the reference
+            types = (reference_text(dtype, shape, key), "<UMonad>")  # "U" orders reads and writes in the reference
             self._print("Load", (Ref(name), "U"), types, (result,), self.origins.root, variable=key)
             return result
         return name
@@ -58,10 +68,10 @@ class Page:
             return
         instance, primitive = self.origins.primitives.get(op.name, ("", None))
         attrs: dict[str, Any] = {} if primitive is None else dict(primitive.attrs)
-        attrs |= {"input_names": list(names.inputs(op.target, len(args))), "output_names": ["output"]}
-        operator = names.operator(op.target) if primitive is None else primitive.name
+        attrs |= {"input_names": list(inputs(op.target, len(args))), "output_names": ["output"]}
+        name = operator(op.target) if primitive is None else primitive.name
         self.add(
-            operator, args, op.results, tuple(self.graph.by_name[name].dtype for name in op.results),
+            name, args, op.results, tuple(self.graph.by_name[name].dtype for name in op.results),
             shapes, self.origins.scope(op.name), instance=instance, attrs=attrs,
             in_strategy=self.strategies.get(op.name), variable=self.origins.variable(op.source),
             code=self.origins.code(op.source),
@@ -94,7 +104,7 @@ class Page:
             parts.append(f"primitive_attrs: {{{inner}}}")
         if in_strategy is not None:
             parts.append(f"{{in_strategy: {in_strategy}}}")
-        result_types = ", ".join(names.tensor(*self._types[name]) for name in results)
+        result_types = ", ".join(tensor_text(*self._types[name]) for name in results)
         self._lines += [
             "  " + " ".join(parts), f"      : ({', '.join(types)}) -> ({result_types})", f"      # scope: ({scope})",
             *(f"      # In file {line}/" for line in code),
@@ -102,10 +112,10 @@ class Page:
 
     def _type(self, arg: Any) -> str:
         if isinstance(arg, Ref):
-            return names.tensor(*self._types[arg.name])
+            return tensor_text(*self._types[arg.name])
         if isinstance(arg, tuple) and any(isinstance(item, Ref) for item in arg):
             return f"<Tuple[{', '.join(map(self._type, arg))}]>"
-        return names.constant(arg)
+        return constant_text(arg)
 
     def _text(self, operand: Any) -> str:
         if isinstance(operand, Ref):
@@ -120,7 +130,7 @@ class Page:
         for name, key in self.keys.items():
             dtype, shape = self._types[name]
             is_reference = self._kinds[name] in ("parameter", "buffer")
-            shown = names.reference(dtype, shape, key) if is_reference else names.tensor(dtype, shape)
+            shown = reference_text(dtype, shape, key) if is_reference else tensor_text(dtype, shape)
             yield f"{self._numbers[name]} : {shown}"
         returned = tuple(map_refs(output, lambda name: Ref(self.use(name))) for output in outputs)
         yield from ("subgraph @construct() {", *self._lines)
@@ -133,3 +143,40 @@ def attribute(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
+
+
+def inputs(target: OpOverload, count: int) -> tuple[str, ...]:
+    """Return the names of an operator's first inputs."""
+    names = tuple("x" if argument.name == "self" else argument.name for argument in target._schema.arguments)
+    return INPUTS.get(operator(target), names)[:count]
+
+
+def dtype_text(of: torch.dtype) -> str:
+    return TYPES.get(of) or str(of).removeprefix("torch.").capitalize()
+
+
+def tensor_text(of: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"<Tensor[{dtype_text(of)}], {shape_text(shape)}>"
+
+
+def reference_text(of: torch.dtype, shape: tuple[int, ...], key: str) -> str:
+    """Return the type of a parameter."""
+    return f"<Ref[Tensor[{dtype_text(of)}]], {shape_text(shape)}, ref_key=:{key}>"
+
+
+def constant_text(value: Any) -> str:
+    """Return the type of an operand that is not a tensor."""
+    if isinstance(value, tuple):
+        kinds = {constant_text(item)[1:-1] for item in value}
+        return f"<Tuple[{kinds.pop()}*{len(value)}]>" if len(kinds) == 1 else f"<Tuple*{len(value)}>"
+    return {bool: "<Bool>", int: "<Int64>", float: "<Float64>", str: "<String>"}.get(type(value), "<None>")
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return ``(16)`` for one dim, as in the reference."""
+    return f"({', '.join(map(str, shape))})"
+
+
+def hashed(*parts: object) -> int:
+    """Return the number in the name of an inserted operator. It is the same on every rank and in every run."""
+    return gnu_hash(" ".join(map(str, parts)).encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,53 +11,10 @@ import torch.distributed as dist
 from shardwise.mindspore import rank_groups
 from shardwise.mindspore.communication import management as D
 from shardwise.mindspore.communication.comm_func import Done, barrier, recv, send
-from shardwise.mindspore.named import absent
+from shardwise.mindspore.named import absent, functions_of
 from shardwise.mindspore.ops.communication import ReduceOp
 
 Tensor = torch.Tensor
-Handle = Done | None
-
-
-def init_process_group(backend: str | None = None, *settings: Any, **named: Any) -> None:
-    """Join the other ranks: ``communication.init``. The launcher decides how they connect."""
-    D.init(backend)
-
-
-def is_initialized() -> bool:
-    return dist.is_initialized()
-
-
-def is_available() -> bool:
-    return True
-
-
-def destroy_process_group(group: str | None = None) -> None:
-    """Remove a group. Without a group leave all ranks."""
-    D.release() if group is None else D.destroy_group(group)
-
-
-def get_rank(group: str | None = None) -> int:
-    return D.get_rank(group or D.GlobalComm.WORLD_COMM_GROUP)
-
-
-def get_world_size(group: str | None = None) -> int:
-    return D.find_group(group).size
-
-
-def get_backend(group: str | None = None) -> str:
-    return rank_groups.backend()
-
-
-def get_global_rank(group: str | None, group_rank: int) -> int:
-    return D.get_world_rank_from_group_rank(group or D.GlobalComm.WORLD_COMM_GROUP, group_rank)
-
-
-def get_group_rank(group: str | None, global_rank: int) -> int:
-    return D.get_group_rank_from_world_rank(global_rank, group or D.GlobalComm.WORLD_COMM_GROUP)
-
-
-def get_process_group_ranks(group: str | None = None) -> list[int]:
-    return list(D.find_group(group).ranks)
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: Any = None, backend: Any = None, *others: Any) -> str:
@@ -70,78 +27,29 @@ def new_group(ranks: Sequence[int] | None = None, timeout: Any = None, backend: 
     return name
 
 
-def _written(target: Tensor, value: Tensor, async_op: bool) -> Handle:
-    target.detach().copy_(value.reshape(target.shape))
+def _written(targets: Iterable[Tensor], values: Iterable[Tensor], async_op: bool) -> Done | None:
+    for target, value in zip(targets, values, strict=True):
+        target.detach().copy_(value.reshape(target.shape))
     return Done() if async_op else None
 
 
-def all_reduce(tensor: Tensor, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False) -> Handle:
-    return _written(tensor, rank_groups.all_reduce(tensor.detach(), op, D.find_group(group)), async_op)
+def _rows(tensor: Tensor, group: str | None) -> Tensor:
+    return rank_groups.all_gather(tensor.detach().unsqueeze(0), D.find_group(group))
 
 
-def reduce(
-    tensor: Tensor, dst: int, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False
-) -> Handle:
-    """Write the reduction to ``tensor`` on ``dst``."""
-    reduced = rank_groups.all_reduce(tensor.detach(), op, D.find_group(group))
-    return _written(tensor, reduced if get_rank() == dst else tensor, async_op)
+def _collected(tensor: Tensor, buffers: Any, dst: int, group: str | None, async_op: bool) -> Done | None:
+    rows, is_here = _rows(tensor, group), D.get_rank() == dst
+    return _written(buffers or () if is_here else (), rows if is_here else (), async_op)
 
 
-def broadcast(tensor: Tensor, src: int, group: str | None = None, async_op: bool = False) -> Handle:
-    return _written(tensor, rank_groups.broadcast(tensor.detach(), src, D.find_group(group)), async_op)
+def _reduced(tensor: Tensor, op: str, group: str | None) -> Tensor:
+    return rank_groups.all_reduce(tensor.detach(), op, D.find_group(group))
 
 
-def all_gather_into_tensor(
-    output_tensor: Tensor, input_tensor: Tensor, group: str | None = None, async_op: bool = False
-) -> Handle:
-    return _written(output_tensor, rank_groups.all_gather(input_tensor.detach(), D.find_group(group)), async_op)
-
-
-def all_gather(
-    tensor_list: Sequence[Tensor], tensor: Tensor, group: str | None = None, async_op: bool = False
-) -> Handle:
-    parts = rank_groups.all_gather(tensor.detach().unsqueeze(0), D.find_group(group))
-    return [_written(buffer, part, async_op) for buffer, part in zip(tensor_list, parts, strict=True)][-1]
-
-
-def gather(
-    tensor: Tensor, gather_list: Sequence[Tensor] | None, dst: int = 0, group: str | None = None, async_op: bool = False
-) -> Handle:
-    parts = rank_groups.all_gather(tensor.detach().unsqueeze(0), D.find_group(group))
-    if get_rank() == dst:
-        for buffer, part in zip(gather_list or (), parts, strict=True):
-            _written(buffer, part, async_op)
-    return Done() if async_op else None
-
-
-def scatter(
-    tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int = 0, group: str | None = None,
-    async_op: bool = False,
-) -> Handle:  # fmt: skip
+def _scattered(tensor: Tensor, parts: Sequence[Tensor] | None, src: int, group: str | None) -> Tensor:
     members = D.find_group(group)
-    sent = torch.stack(tuple(scatter_list or (tensor.detach(),) * members.size)).detach()
-    return _written(tensor, rank_groups.broadcast(sent, src, members)[members.position], async_op)
-
-
-def reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False
-) -> Handle:
-    return _written(output, rank_groups.reduce_scatter(input.detach(), op, D.find_group(group)), async_op)
-
-
-def reduce_scatter(
-    output: Tensor, input_list: Sequence[Tensor], op: str = ReduceOp.SUM, group: str | None = None,
-    async_op: bool = False,
-) -> Handle:  # fmt: skip
-    return reduce_scatter_tensor(output, torch.cat([x.detach() for x in input_list]), op, group, async_op)
-
-
-def all_to_all(
-    output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: str | None = None,
-    async_op: bool = False,
-) -> Handle:  # fmt: skip
-    parts = rank_groups.all_to_all([x.detach() for x in input_tensor_list], D.find_group(group))
-    return [_written(buffer, part, async_op) for buffer, part in zip(output_tensor_list, parts, strict=True)][-1]
+    sent = torch.stack(tuple(parts or (tensor.detach(),) * members.size)).detach()
+    return rank_groups.broadcast(sent, src, members)[members.position]
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: str | None = None) -> None:
@@ -159,11 +67,43 @@ def broadcast_object_list(object_list: list[Any], src: int = 0, group: str | Non
         dist.broadcast_object_list(object_list, src, group=members.handle)
 
 
+_SUM = ReduceOp.SUM
+FUNCTIONS = functions_of({
+    # the launcher decides how ranks connect
+    "init_process_group": lambda backend=None, *settings, **named: D.init(backend),
+    "destroy_process_group": lambda group=None: D.release() if group is None else D.destroy_group(group),
+    "is_initialized": lambda: dist.is_initialized(), "is_available": lambda: True,
+    "get_rank": lambda group=None: D.get_rank(group), "get_world_size": lambda group=None: D.find_group(group).size,
+    "get_backend": lambda group=None: rank_groups.backend(),
+    "get_global_rank": lambda group, group_rank: D.get_world_rank_from_group_rank(group, group_rank),
+    "get_group_rank": lambda group, global_rank: D.get_group_rank_from_world_rank(global_rank, group),
+    "get_process_group_ranks": lambda group=None: list(D.find_group(group).ranks),
+    "all_reduce": lambda tensor, op=_SUM, group=None, async_op=False: _written(
+        [tensor], [_reduced(tensor, op, group)], async_op),
+    "reduce": lambda tensor, dst, op=_SUM, group=None, async_op=False: _written(  # on ``dst`` alone
+        [tensor], [(tensor, _reduced(tensor, op, group))[D.get_rank() == dst]], async_op),
+    "broadcast": lambda tensor, src, group=None, async_op=False: _written(
+        [tensor], [rank_groups.broadcast(tensor.detach(), src, D.find_group(group))], async_op),
+    "all_gather_into_tensor": lambda output_tensor, input_tensor, group=None, async_op=False: _written(
+        [output_tensor], [rank_groups.all_gather(input_tensor.detach(), D.find_group(group))], async_op),
+    "all_gather": lambda tensor_list, tensor, group=None, async_op=False: _written(
+        tensor_list, _rows(tensor, group), async_op),
+    "gather": lambda tensor, gather_list, dst=0, group=None, async_op=False: _collected(
+        tensor, gather_list, dst, group, async_op),
+    "scatter": lambda tensor, scatter_list, src=0, group=None, async_op=False: _written(
+        [tensor], [_scattered(tensor, scatter_list, src, group)], async_op),
+    "reduce_scatter_tensor": lambda output, input, op=_SUM, group=None, async_op=False: _written(
+        [output], [rank_groups.reduce_scatter(input.detach(), op, D.find_group(group))], async_op),
+    "reduce_scatter": lambda output, input_list, op=_SUM, group=None, async_op=False: _written(
+        [output], [rank_groups.reduce_scatter(torch.cat(tuple(input_list)).detach(), op, D.find_group(group))],
+        async_op),
+    "all_to_all": lambda output_tensor_list, input_tensor_list, group=None, async_op=False: _written(
+        output_tensor_list, rank_groups.all_to_all([x.detach() for x in input_tensor_list], D.find_group(group)),
+        async_op),
+}, __name__)  # fmt: skip
+globals().update(FUNCTIONS)
+
 __all__ = [
-    "ReduceOp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier",
-    "broadcast", "broadcast_object_list", "destroy_process_group", "gather", "get_backend", "get_global_rank",
-    "get_group_rank", "get_process_group_ranks", "get_rank", "get_world_size", "init_process_group",
-    "is_available", "is_initialized", "new_group", "recv", "reduce", "reduce_scatter",
-    "reduce_scatter_tensor", "scatter", "send",
+    *FUNCTIONS, "ReduceOp", "all_gather_object", "barrier", "broadcast_object_list", "new_group", "recv", "send",
 ]  # fmt: skip
 __getattr__ = absent(__name__, lambda: __all__)

@@ -1,15 +1,16 @@
-"""Torch's optimizers under torch's own arguments, called with gradients (``mint.optim``, ``experimental.optim``)."""
+"""Torch's optimizers under torch's own arguments, called with gradients, and their schedules (``mint.optim``,
+``experimental.optim``)."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from shardwise.mindspore.mint import lr_scheduler
-from shardwise.mindspore.named import TABLES, absent
+from shardwise.mindspore.named import TABLES, absent, module_of
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.tensor import Parameter
 
@@ -42,12 +43,69 @@ def _rate_of(group: dict[str, Any]) -> Callable[[int], float]:
     return lambda step: float(group["lr"])
 
 
-CLASSES = {
-    name: type(
-        name, (OfTorch,), {"make": getattr(torch.optim, name), "__module__": __name__, "__doc__": "Torch's optimizer."}
-    )
-    for name in TABLES["mint"]["optimizers"].split()
-}
+_SHADOWS: weakref.WeakKeyDictionary[Any, torch.optim.Optimizer] = weakref.WeakKeyDictionary()
+
+
+class LRScheduler:
+    """A torch schedule: ``step()`` after every step, or epoch, of the optimizer sets the next rates of its groups.
+
+    Torch's schedule updates a shadow optimizer without parameters, from which the rates are copied.
+    """
+
+    make: Any
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.optimizer = optimizer
+        if optimizer not in _SHADOWS:
+            groups = [{"params": [torch.zeros(1)], "lr": float(group["lr"])} for group in optimizer.param_groups]
+            _SHADOWS[optimizer] = torch.optim.SGD(groups)
+        args = tuple([part.torchs for part in x] if _of_schedules(x) else x for x in args)
+        kwargs = {word: [part.torchs for part in x] if _of_schedules(x) else x for word, x in kwargs.items()}
+        self.torchs = self.make(_SHADOWS[optimizer], *args, **kwargs, **self.settings)
+        self._copy(_SHADOWS[optimizer].param_groups, optimizer.param_groups)
+
+    def step(self, *args: Any) -> None:
+        """Set the next rates. ReduceLROnPlateau takes a metric."""
+        shadow = _SHADOWS[self.optimizer]
+        self._copy(self.optimizer.param_groups, shadow.param_groups)
+        shadow.step()
+        self.torchs.step(*(float(x) if isinstance(x, torch.Tensor) else x for x in args))
+        self._copy(shadow.param_groups, self.optimizer.param_groups)
+
+    def get_last_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    @property
+    def last_epoch(self) -> int:
+        return int(self.torchs.last_epoch)
+
+    @staticmethod
+    def _copy(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        for source_group, target_group in zip(source, target, strict=True):
+            if isinstance(target_group["lr"], torch.Tensor):
+                target_group["lr"].data.fill_(float(source_group["lr"]))
+            else:
+                target_group["lr"] = float(source_group["lr"])
+
+
+def _of_schedules(x: Any) -> bool:
+    return isinstance(x, (list, tuple)) and bool(x) and isinstance(x[0], LRScheduler)
+
+
+SCHEDULES = {
+    name: type(name, (LRScheduler,), {
+        "make": getattr(torch.optim.lr_scheduler, name), "__module__": f"{__package__}.lr_scheduler",
+        "__doc__": "Torch's schedule.", "settings": {"cycle_momentum": False} if name == "CyclicLR" else {},
+    })
+    for name in TABLES["mint"]["schedules"].split()
+}  # fmt: skip
+
+
+_BODY = {"__module__": __name__, "__doc__": "Torch's optimizer."}
+CLASSES = {name: type(name, (OfTorch,), {**_BODY, "make": getattr(torch.optim, name)})
+           for name in TABLES["mint"]["optimizers"].split()}  # fmt: skip
 globals().update(CLASSES)
+lr_scheduler = module_of(f"{__package__}.lr_scheduler", {**SCHEDULES, "LRScheduler": LRScheduler})
 __all__ = [*CLASSES, "Optimizer", "lr_scheduler"]
 __getattr__ = absent(__name__, lambda: __all__)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise.mindspore.checks import within
 from shardwise.mindspore.holding import copies, holding_of, is_elsewhere
+from shardwise.mindspore.named import SETTINGS
 from shardwise.mindspore.nn.optimizer import OfSettings, Optimizer
 
 Tensor = torch.Tensor
@@ -69,10 +70,7 @@ class _ByFormula(torch.optim.Optimizer):
                     p.sub_(self._update(self.state[p], p, g + decay * p if decay else g, group))
 
 
-class Adam(
-    _Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, use_locking=False, use_nesterov=False,
-    weight_decay=0.0, loss_scale=1.0, use_amsgrad=False, use_lazy=False, use_offload=False,
-):  # fmt: skip
+class Adam(_Moments, **SETTINGS["nn.Adam"]):
     """p -= lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps), with ``weight_decay`` times p added to the
     gradient. ``use_nesterov``: m becomes beta1 m + (1 - beta1) g; ``use_amsgrad``: v becomes its maximum. ``use_lazy``
     and ``use_offload`` change no result. (Kingma and Ba, 2015, section 2.)"""
@@ -162,10 +160,7 @@ class Adadelta(_Formula, learning_rate=1.0, rho=0.9, epsilon=1e-6, loss_scale=1.
         return group["lr"] * u
 
 
-class RMSProp(
-    _Formula, learning_rate=0.1, decay=0.9, momentum=0.0, epsilon=1e-10, use_locking=False, centered=False,
-    loss_scale=1.0, weight_decay=0.0,
-):  # fmt: skip
+class RMSProp(_Formula, **SETTINGS["nn.RMSProp"]):
     """s = decay s + (1 - decay) g^2, starting at ones; v = momentum v + lr g / sqrt(s + eps); p -= v. ``centered``
     subtracts the square of the moving mean gradient from s."""
 
@@ -180,10 +175,7 @@ class RMSProp(
         return v.mul_(self.momentum).add_(group["lr"] * g / (spread + self.epsilon).sqrt())
 
 
-class FTRL(
-    _Formula, initial_accum=0.1, learning_rate=1e-3, lr_power=-0.5, l1=0.0, l2=0.0, use_locking=False,
-    loss_scale=1.0, weight_decay=0.0,
-):  # fmt: skip
+class FTRL(_Formula, **SETTINGS["nn.FTRL"]):
     """Follow the regularized leader (McMahan et al. 2013, algorithm 1), with powers of the accumulated squares. Every
     parameter decays, whatever its name."""
 

@@ -14,15 +14,24 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import calls, engine, planning
 from shardwise.mindspore.checks import from_on
+from shardwise.mindspore.holding import reference_parameters
 from shardwise.mindspore.nn import own_backward
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.ops.functional import shard
 from shardwise.mindspore.ops.primitive import Primitive
-from shardwise.mindspore.parameter_names import reference_parameters
 from shardwise.mindspore.tensor import Parameter, ParameterTuple
 from shardwise.mindspore.tensor_methods import assigned_value, in_words
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of to_float
+
+
+def _number(name: str, attribute: str) -> Any:
+    """Return a property: a number from 0, or None."""
+
+    def assign(self: Any, value: int) -> None:
+        vars(self)[attribute] = from_on(name, value, 0)
+
+    return property(lambda self: vars(self).get(attribute), assign)
 
 
 class Cell(nn.Module):
@@ -162,12 +171,12 @@ class Cell(nn.Module):
         for parameter in reference_parameters(self, recurse).values():
             vars(parameter)["prefix"] = prefix + vars(parameter).get("prefix", "")
 
-    def get_inputs(self) -> Any:
-        return getattr(self, "_inputs", None)
-
     def set_inputs(self, *inputs: Any, **named: Any) -> None:
         """Store the inputs. Shapes need not be declared: calls of other shapes are captured as they come."""
         self._inputs = named or inputs
+
+    def get_inputs(self) -> Any:
+        return getattr(self, "_inputs", None)
 
     def add_flags(self, *values: Any, **flags: Any) -> Cell:
         """Do nothing; kept for programs that call it."""
@@ -175,11 +184,8 @@ class Cell(nn.Module):
 
     add_flags_recursive = set_jit_config = set_boost = set_broadcast_flag = set_acc = flatten_weights = add_flags
     update_cell_type = set_param_ps = offload = set_grad = set_comm_fusion = add_flags
-    phase = "train"  # kept for programs that read it
-
-    @property
-    def cls_name(self) -> str:
-        return type(self).__name__
+    phase, param_prefix = "train", ""  # kept for programs that read them
+    cls_name = property(lambda self: type(self).__name__)
 
     def compile(self, *inputs: Any, **settings: Any) -> None:
         """Do nothing; kept for programs that call it. A split cell is captured in its first call."""
@@ -197,13 +203,11 @@ class Cell(nn.Module):
     def insert_param_to_cell(self, param_name: str, param: Any, check_name_contain_dot: bool = True) -> None:
         setattr(self, param_name, param)
 
+    insert_child_to_cell = nn.Module.add_module
+
     def init_parameters_data(self, auto_parallel_mode: bool = False) -> dict[Any, Any]:
         """Return each parameter mapped to itself: parameters have their values already."""
         return {parameter: parameter for parameter in self.parameters()}
-
-    @property
-    def param_prefix(self) -> str:
-        return ""
 
     def register_backward_hook(self, hook_fn: Any) -> Any:
         """Register ``hook_fn(cell, input gradients, output gradients)``, which may return other input gradients."""
@@ -215,9 +219,6 @@ class Cell(nn.Module):
 
     def name_cells(self) -> dict[str, nn.Module]:
         return dict(self.named_children())
-
-    def insert_child_to_cell(self, name: str, cell: nn.Module) -> None:
-        self.add_module(name, cell)
 
     # Modes.
 
@@ -289,25 +290,9 @@ class Cell(nn.Module):
         sw.recompute(self, "full" if mode else "none", messages=messages)
         self._again = mode
 
-    @property
-    def pipeline_stage(self) -> int | None:
-        """Return the pipeline stage that runs the cell, from 0, with the option ``pipeline_stages``. None: the stage of
-        the cell around it."""
-        return self._stage
-
-    @pipeline_stage.setter
-    def pipeline_stage(self, stage: int) -> None:
-        self._stage = from_on("pipeline_stage", stage, 0)
-
-    @property
-    def pipeline_segment(self) -> int | None:
-        """Return the segment: with ``pipeline_interleave`` every stage has two parts of the network, 0 and 1."""
-        segment: int | None = vars(self).get("_segment")
-        return segment
-
-    @pipeline_segment.setter
-    def pipeline_segment(self, segment: int) -> None:
-        self._segment = from_on("pipeline_segment", segment, 0)
+    # The pipeline stage that runs the cell, from 0, with the option ``pipeline_stages`` (None: that of the cell around
+    # it); and the segment: with ``pipeline_interleave`` every stage has two parts of the network, 0 and 1.
+    pipeline_stage, pipeline_segment = _number("pipeline_stage", "_stage"), _number("pipeline_segment", "_segment")
 
 
 def _torch_modules(cell: nn.Module) -> Iterator[nn.Module]:
@@ -329,9 +314,7 @@ class SequentialCell(Cell, nn.Sequential):
         for name, cell in named:
             self.add_module(str(name), cell)
 
-    @property
-    def cell_list(self) -> list[nn.Module]:
-        return list(self.children())
+    cell_list = property(lambda self: list(self.children()))
 
     def append(self, cell: nn.Module) -> Self:
         return super().append(cell)

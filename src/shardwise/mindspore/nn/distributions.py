@@ -31,26 +31,29 @@ class Distribution(Cell):
 
     def __init__(self, *values: Any, seed: int | None = None, dtype: Any = None, name: str = "", **named: Any) -> None:
         super().__init__()
-        self.default = dict.fromkeys(self.parameters_of) | dict(zip(self.parameters_of, values, strict=False)) | named
-        if len(values) > len(self.parameters_of) or set(self.default) != set(self.parameters_of):
-            what = f"{type(self).__name__} is given {', '.join(map(repr, values))} {', '.join(named)}"
+        self.default, self.seed, self.name = (
+            dict.fromkeys(self.parameters_of) | self._by_name(values, named),
+            seed,
+            name,
+        )
+
+    def _by_name(self, values: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+        if len(values) > len(self.parameters_of) or (foreign := named.keys() - set(self.parameters_of)):
+            wrong = ", ".join(sorted(foreign)) if len(values) <= len(self.parameters_of) else repr(values[-1])
+            what = f"{type(self).__name__} has no parameter {wrong}"
             raise TypeError(problem(what, fix=f"its parameters are {', '.join(self.parameters_of)}"))
-        self.seed, self.name = seed, name
+        return dict(zip(self.parameters_of, values, strict=False)) | named
 
     def of(self, *values: Any, **named: Any) -> Any:
         """Return torch's distribution with these parameters, or the defaults of the constructor."""
-        if foreign := named.keys() - set(self.parameters_of):
-            what = f"{type(self).__name__} has no parameter {', '.join(sorted(foreign))}"
-            raise TypeError(problem(what, fix=f"its parameters are {', '.join(self.parameters_of)}"))
-        parameters = dict(zip(self.parameters_of, values, strict=False)) | named
-        chosen = self.default | {name: value for name, value in parameters.items() if value is not None}
+        given = {name: value for name, value in self._by_name(values, named).items() if value is not None}
+        chosen = self.default | given
         if missing := [name for name in self.parameters_of if chosen[name] is None]:
             what = f"{type(self).__name__} has no {missing[0]}"
             raise ValueError(problem(what, fix="give it here or in the constructor"))
-        tensors = [as_torch(value) if not isinstance(value, Tensor) else value for value in chosen.values()]
+        tensors = [value if isinstance(value, Tensor) else as_torch(value) for value in chosen.values()]
         floats = [value if value.is_floating_point() else value.float() for value in tensors]
-        is_checked = not torch.compiler.is_exporting()  # capture has no data to check
-        return type(self).make(*floats, validate_args=is_checked)
+        return type(self).make(*floats, validate_args=not torch.compiler.is_exporting())  # capture has no data to check
 
     def sample(self, shape: tuple[int, ...] = (), *parameters: Any, **named: Any) -> Any:
         """Return random values: ``shape`` of each."""
@@ -58,20 +61,17 @@ class Distribution(Cell):
             torch.manual_seed(int(torch.randint(2**31, (), generator=drawn(self.seed))))
             return outside(self.of(*parameters, **named).sample(torch.Size(shape)))
 
-    def _other(self, dist: str, values: tuple[Any, ...]) -> Any:
-        if dist != type(self).__name__:
-            raise ValueError(problem(f"{type(self).__name__} is compared with {dist!r}", fix=repr(type(self).__name__)))
-        return self.of(*values[: len(self.parameters_of)]), self.of(*values[len(self.parameters_of) :])
-
     def kl_loss(self, dist: str, *parameters: Any) -> Any:
         """Return the divergence KL(self || other). The other's parameters come first, then optionally its own."""
-        other, this = self._other(dist, parameters)
-        return outside(distributions.kl_divergence(this, other))
+        if dist != type(self).__name__:
+            raise ValueError(problem(f"{type(self).__name__} is compared with {dist!r}", fix=repr(type(self).__name__)))
+        count = len(self.parameters_of)
+        return outside(distributions.kl_divergence(self.of(*parameters[count:]), self.of(*parameters[:count])))
 
     def cross_entropy(self, dist: str, *parameters: Any) -> Any:
         """Return the entropy plus the divergence KL(self || other)."""
-        other, this = self._other(dist, parameters)
-        return outside(this.entropy() + distributions.kl_divergence(this, other))
+        divergence = self.kl_loss(dist, *parameters)
+        return divergence + outside(self.of(*parameters[len(self.parameters_of) :]).entropy())
 
     def construct(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the method of that name."""

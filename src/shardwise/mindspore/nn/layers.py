@@ -14,7 +14,7 @@ from shardwise.mindspore import calls, context
 from shardwise.mindspore.checks import channels_first, from_on
 from shardwise.mindspore.common.initializer import CLASSES as INITIALIZERS
 from shardwise.mindspore.common.initializer import initializer
-from shardwise.mindspore.named import WithSettings
+from shardwise.mindspore.named import SETTINGS, WithSettings
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.ops import images
@@ -45,10 +45,7 @@ class Layer(WithSettings, Cell):
     """A cell whose constructor arguments are those of its class statement."""
 
 
-class Dense(
-    Layer, in_channels=..., out_channels=..., weight_init=None, bias_init=None, has_bias=True, activation=None,
-    dtype=torch.float32,
-):  # fmt: skip
+class Dense(Layer, **SETTINGS["nn.Dense"]):
     """activation(x W^T + b), with a weight of (out, in)."""
 
     def _settle(self, weight_init: Any, bias_init: Any, activation: Any, dtype: torch.dtype) -> None:
@@ -83,10 +80,7 @@ class _Table(Layer):
         self.gather, self.array_mul = Gather(), MatMul()
 
 
-class Embedding(
-    _Table, vocab_size=..., embedding_size=..., use_one_hot=False, embedding_table="normal", dtype=torch.float32,
-    padding_idx=None,
-):  # fmt: skip
+class Embedding(_Table, **SETTINGS["nn.Embedding"]):
     """Lookup of rows of ``embedding_table`` by flattened indices: ``gather.shard(((1, 1), (8,)))``. ``padding_idx``:
     this row starts as zeros."""
 
@@ -104,10 +98,7 @@ class Embedding(
         return self.reshape(rows, (*ids.shape, self.embedding_size))
 
 
-class EmbeddingLookup(
-    _Table, vocab_size=..., embedding_size=..., param_init="normal", target="CPU", slice_mode="batch_slice",
-    manual_shapes=None, max_norm=None, sparse=True, vocab_cache_size=0, dtype=torch.float32,
-):  # fmt: skip
+class EmbeddingLookup(_Table, **SETTINGS["nn.EmbeddingLookup"]):
     """Lookup of rows of ``embedding_table``. ``slice_mode``: the dim of the table that is split over the devices:
     ``TABLE_ROW_SLICE``, ``TABLE_COLUMN_SLICE``, or none (``BATCH_SLICE``); the plan decides other splits. ``max_norm``:
     rows are clipped to this norm. ``target``: "CPU" keeps the table on the host."""
@@ -134,13 +125,6 @@ class EmbeddingLookup(
             return rows
         length = rows.norm(dim=-1, keepdim=True)
         return rows * torch.clamp(self.max_norm / length.clamp(min=1e-12), max=1.0)
-
-
-# Settings of convolutions, in the reference's order.
-SIZES: dict[str, Any] = {
-    "in_channels": ..., "out_channels": ..., "kernel_size": ..., "stride": 1, "pad_mode": "same", "padding": 0,
-}  # fmt: skip
-SHARED: dict[str, Any] = {"dilation": 1, "group": 1, "has_bias": False, "weight_init": None, "bias_init": None}
 
 
 class _Convolution(Layer):
@@ -178,7 +162,7 @@ class _OfImages(_Convolution):
             self.bias_add = BiasAdd()
 
 
-class Conv2d(_OfImages, **SIZES, **SHARED, data_format="NCHW", dtype=torch.float32):
+class Conv2d(_OfImages, **SETTINGS["nn.Conv2d"]):
     """Convolution of images (N, C, H, W), with a weight of (out, in / group, height, width)."""
 
     title = "Conv2d"
@@ -207,11 +191,11 @@ class _OfRows(Layer):
         return super().construct(x.unsqueeze(2)).squeeze(2)
 
 
-class Conv1d(_OfRows, Conv2d, **SIZES, **SHARED, dtype=torch.float32):
+class Conv1d(_OfRows, Conv2d, **SETTINGS["nn.Conv1d"]):
     """Convolution of rows (N, C, W), with a weight of (out, in / group, 1, width)."""
 
 
-class Conv3d(_Convolution, **SIZES, **SHARED, data_format="NCDHW", dtype=torch.float32):
+class Conv3d(_Convolution, **SETTINGS["nn.Conv3d"]):
     """Convolution of volumes (N, C, D, H, W), with a weight of (out, in / group, depth, height, width)."""
 
     title = "Conv3d"
@@ -235,10 +219,7 @@ class Conv3d(_Convolution, **SIZES, **SHARED, data_format="NCDHW", dtype=torch.f
         return F.conv3d(x, self.weight, self.bias if self.has_bias else None, self.stride, 0, self.dilation, self.group)
 
 
-class Conv3dTranspose(
-    Conv3d, **SIZES, dilation=1, group=1, output_padding=0, has_bias=False, weight_init=None, bias_init=None,
-    data_format="NCDHW", dtype=torch.float32,
-):  # fmt: skip
+class Conv3dTranspose(Conv3d, **SETTINGS["nn.Conv3dTranspose"]):
     """The transposed convolution of volumes, with a weight of (in, out / group, depth, height, width)."""
 
     is_transposed = True
@@ -249,7 +230,7 @@ class Conv3dTranspose(
         return y + self.bias.reshape(-1, 1, 1, 1) if self.has_bias else y
 
 
-class Conv2dTranspose(_OfImages, **SIZES, output_padding=0, **SHARED, dtype=torch.float32):
+class Conv2dTranspose(_OfImages, **SETTINGS["nn.Conv2dTranspose"]):
     """The transposed convolution, with a weight of (in, out / group, height, width). Mode "same" enlarges images by the
     stride. ``output_padding``: rows and columns of zeros behind the result, as in the reference."""
 
@@ -275,7 +256,7 @@ class Conv2dTranspose(_OfImages, **SIZES, output_padding=0, **SHARED, dtype=torc
         return F.pad(x, (0, width, 0, height)) if height or width else x
 
 
-class Conv1dTranspose(_OfRows, Conv2dTranspose, **SIZES, **SHARED, dtype=torch.float32):
+class Conv1dTranspose(_OfRows, Conv2dTranspose, **SETTINGS["nn.Conv1d"]):
     """The transposed convolution of rows (N, C, W), with a weight of (in, out / group, 1, width)."""
 
 

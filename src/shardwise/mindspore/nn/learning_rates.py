@@ -60,33 +60,20 @@ def _share(step: int, decay_steps: int, is_stair: bool) -> float:
 
 
 CLASSES = classes_of({
-    "ExponentialDecayLR": (
-        "learning_rate * decay_rate^(step / decay_steps), with the exponent rounded down if ``is_stair``.",
-        lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
-            learning_rate * decay_rate ** _share(step, decay_steps, is_stair))),
-    "InverseDecayLR": (
-        "learning_rate / (1 + decay_rate * step / decay_steps), with the quotient rounded down if ``is_stair``.",
-        lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
-            learning_rate / (1 + decay_rate * _share(step, decay_steps, is_stair)))),
-    "NaturalExpDecayLR": (
-        "learning_rate * exp(-decay_rate * step); with ``is_stair`` step is rounded down to whole ``decay_steps``.",
-        lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
-            learning_rate * math.exp(-decay_rate * (step - (step % decay_steps if is_stair else 0))))),
-    "PolynomialDecayLR": (
-        "Decay from ``learning_rate`` to ``end_learning_rate`` as (1 - step / decay_steps)^power. With "
-        "``update_decay_steps``, decay_steps is its next multiple once it is over.",
-        lambda step, *, learning_rate, end_learning_rate, decay_steps, power, update_decay_steps=False: (
-            (learning_rate - end_learning_rate) * (1 - min(step / (
-                decay_steps * (max(math.ceil(step / decay_steps), 1) if update_decay_steps else 1)), 1.0)) ** power
-            + end_learning_rate)),
-    "WarmUpLR": (
-        "Linear warm-up from 0 to ``learning_rate`` over ``warmup_steps`` steps.",
-        lambda step, *, learning_rate, warmup_steps: learning_rate * min(step, warmup_steps) / warmup_steps),
+    "ExponentialDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
+        learning_rate * decay_rate ** _share(step, decay_steps, is_stair)),
+    "InverseDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
+        learning_rate / (1 + decay_rate * _share(step, decay_steps, is_stair))),
+    "NaturalExpDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
+        learning_rate * math.exp(-decay_rate * (step - (step % decay_steps if is_stair else 0)))),
+    "PolynomialDecayLR": lambda step, *, learning_rate, end_learning_rate, decay_steps, power,
+    update_decay_steps=False: (learning_rate - end_learning_rate) * (1 - min(step / (
+        decay_steps * (max(math.ceil(step / decay_steps), 1) if update_decay_steps else 1)), 1.0)) ** power + (
+        end_learning_rate),
+    "WarmUpLR": lambda step, *, learning_rate, warmup_steps: learning_rate * min(step, warmup_steps) / warmup_steps,
 }, _Formula, __name__) | classes_of({
-    "CosineDecayLR": (
-        "Half a cosine from ``max_lr`` to ``min_lr`` over ``decay_steps`` steps.",
-        lambda step, *, min_lr, max_lr, decay_steps: min_lr + 0.5 * (max_lr - min_lr) * (
-            1 + math.cos(math.pi * (min(step, decay_steps) / decay_steps)))),
+    "CosineDecayLR": lambda step, *, min_lr, max_lr, decay_steps: min_lr + 0.5 * (max_lr - min_lr) * (
+        1 + math.cos(math.pi * (min(step, decay_steps) / decay_steps))),
 }, _Cosine, __name__)  # fmt: skip
 
 
@@ -110,14 +97,10 @@ def _by_epoch(name: str, kind: type[Any]) -> Callable[..., list[float]]:
     return rates
 
 
-LISTS = {
-    name: _by_epoch(name, CLASSES[kind])
-    for name, kind in (
-        ("cosine_decay_lr", "CosineDecayLR"), ("exponential_decay_lr", "ExponentialDecayLR"),
-        ("inverse_decay_lr", "InverseDecayLR"), ("natural_exp_decay_lr", "NaturalExpDecayLR"),
-        ("polynomial_decay_lr", "PolynomialDecayLR"), ("warmup_lr", "WarmUpLR"),
-    )
-}  # fmt: skip
+_OF = "cosine=Cosine exponential=Exponential inverse=Inverse natural_exp=NaturalExp polynomial=Polynomial"
+LISTS = {f"{name}_decay_lr": _by_epoch(f"{name}_decay_lr", CLASSES[f"{kind}DecayLR"])
+         for name, kind in (row.split("=") for row in _OF.split())} | {
+             "warmup_lr": _by_epoch("warmup_lr", CLASSES["WarmUpLR"])}  # fmt: skip
 globals().update(CLASSES | LISTS)
 
 __all__ = ["LearningRateSchedule", "piecewise_constant_lr", *CLASSES, *LISTS]

@@ -91,15 +91,10 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
 # Labels are class indices over dim 1 (cross entropy also takes probabilities), or probabilities in binary ones.
 CLASSES = classes_of({
     **of_functions(TABLES["nn"]["losses_of_labels"]),
-    "L1Loss": ("|logits - labels|", lambda logits, labels, *, reduction="mean": reduced(
-        (logits - labels).abs(), reduction)),
-    "MAELoss": ("|logits - labels|", lambda logits, labels, *, reduction="mean": reduced(
-        (logits - labels).abs(), reduction)),
-    "MSELoss": ("(logits - labels) squared.", lambda logits, labels, *, reduction="mean": reduced(
-        (logits - labels).square(), reduction)),
-    "SmoothL1Loss": (
-        "0.5 d^2 / beta where d = |logits - labels| is below beta, else d - 0.5 beta. By default one loss per element.",
-        lambda logits, labels, *, beta=1.0, reduction="none": F.smooth_l1_loss(
+    "L1Loss": lambda logits, labels, *, reduction="mean": reduced((logits - labels).abs(), reduction),
+    "MAELoss": lambda logits, labels, *, reduction="mean": reduced((logits - labels).abs(), reduction),
+    "MSELoss": lambda logits, labels, *, reduction="mean": reduced((logits - labels).square(), reduction),
+    "SmoothL1Loss": (None, lambda logits, labels, *, beta=1.0, reduction="none": F.smooth_l1_loss(
             logits, labels, beta=beta, reduction=reduction),
         {"checks": {"beta": within(0, math.inf, "a number above 0")}}),
 }, LossOfFunction, __name__)  # fmt: skip

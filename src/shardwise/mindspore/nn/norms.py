@@ -12,6 +12,7 @@ from shardwise.mindspore import calls
 from shardwise.mindspore.checks import channels_first
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.communication.management import find_group
+from shardwise.mindspore.named import SETTINGS
 from shardwise.mindspore.nn.layers import Layer, positive
 from shardwise.mindspore.ops.communication import AllReduce
 from shardwise.mindspore.ops.primitive import Inner
@@ -27,11 +28,7 @@ class _Scaled(Layer):
         self.beta = Parameter(initializer(beta, shape, dtype), "beta", requires_grad=learned)
 
 
-class _BatchNorm(
-    _Scaled, num_features=..., eps=1e-5, momentum=0.9, affine=True, gamma_init="ones", beta_init="zeros",
-    moving_mean_init="zeros", moving_var_init="ones", use_batch_statistics=None, data_format="NCHW",
-    dtype=torch.float32,
-):  # fmt: skip
+class _BatchNorm(_Scaled, **SETTINGS["nn.BatchNorm"]):
     """Batch normalisation per channel (dim 1). Training uses the batch's statistics and mixes them into the moving ones
     with weight ``1 - momentum``; evaluation uses the moving ones. ``use_batch_statistics`` overrides this choice."""
 
@@ -104,10 +101,7 @@ class SyncBatchNorm(_BatchNorm):
         return x * scale.reshape(shape) + (self.beta - mean * scale).reshape(shape)
 
 
-class _InstanceNorm(
-    _Scaled, num_features=..., eps=1e-5, momentum=0.1, affine=True, gamma_init="ones", beta_init="zeros",
-    dtype=torch.float32,
-):  # fmt: skip
+class _InstanceNorm(_Scaled, **SETTINGS["nn.InstanceNorm"]):
     """Normalisation per sample and channel, times gamma plus beta."""
 
     def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
@@ -124,10 +118,7 @@ InstanceNorm1d, InstanceNorm2d, InstanceNorm3d = (
 )
 
 
-class LayerNorm(
-    _Scaled, normalized_shape=..., begin_norm_axis=-1, begin_params_axis=-1, gamma_init="ones", beta_init="zeros",
-    epsilon=1e-7, dtype=torch.float32,
-):  # fmt: skip
+class LayerNorm(_Scaled, **SETTINGS["nn.LayerNorm"]):
     """Normalisation over the last dims, times gamma plus beta."""
 
     def _settle(self, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
@@ -142,10 +133,7 @@ class LayerNorm(
         return y
 
 
-class GroupNorm(
-    _Scaled, num_groups=..., num_channels=..., eps=1e-5, affine=True, gamma_init="ones", beta_init="zeros",
-    dtype=torch.float32,
-):  # fmt: skip
+class GroupNorm(_Scaled, **SETTINGS["nn.GroupNorm"]):
     """Normalisation over groups of channels."""
 
     def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:

@@ -12,11 +12,10 @@ from torch import nn
 from shardwise import rank
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context, rank_groups
-from shardwise.mindspore.checks import not_negative
+from shardwise.mindspore.checks import not_negative, note
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, holding_of, own_shard
 from shardwise.mindspore.named import WithSettings
-from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor, as_ours
@@ -50,9 +49,7 @@ class Optimizer:
         groups = list(parameters)
         if not groups:
             raise ValueError(problem("the optimizer has no parameters", fix="pass net.trainable_params()"))
-        order = [
-            parameter for group in groups if isinstance(group, dict) for parameter in group.get("order_params", ())
-        ]
+        order = [p for group in groups if isinstance(group, dict) for p in group.get("order_params", ())]
         self.is_group = isinstance(groups[0], dict)
         if self.is_group:
             groups = [group for group in groups if "order_params" not in group]
@@ -88,9 +85,8 @@ class Optimizer:
 
     def get_lr(self) -> Any:
         """Return the learning rate of the next step; if groups have their own, a tuple with one per parameter."""
-        if not self.is_group_lr:
-            return Tensor(self.rate_now(), torch.float64)
-        return self._of_groups([Tensor(rate(self._steps), torch.float64) for rate in self.rates])
+        rates = [Tensor(rate(self._steps), torch.float64) for rate in self.rates]
+        return self._of_groups(rates) if self.is_group_lr else rates[0]
 
     def get_lr_parameter(self, param: Any) -> Any:
         """Return the learning rate of a parameter in the next step; for several parameters, a list."""
@@ -113,10 +109,7 @@ class Optimizer:
     def learning_rate(self, rate: Rate) -> None:
         self.rates = [_rate(rate)] * len(self.rates)
 
-    @property
-    def global_step(self) -> Tensor:
-        """Return the number of steps made: int32, of shape (1,)."""
-        return Tensor([self._steps], torch.int32)
+    global_step = property(lambda self: Tensor([self._steps], torch.int32), doc="The number of steps made, as (1,).")
 
     # For user-defined optimizers whose ``construct(gradients)`` updates ``self.parameters``.
 
@@ -128,10 +121,6 @@ class Optimizer:
         """Add ``weight_decay`` times the parameter to each gradient."""
         decays = self._of_groups([group["weight_decay"] for group in self.groups])
         return tuple(g + decay * p for g, decay, p in zip(gradients, decays, self.parameters, strict=True))
-
-    def flatten_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the gradients unchanged: nothing is fused here."""
-        return gradients
 
     @property
     def target(self) -> str:
@@ -147,34 +136,24 @@ class Optimizer:
     map_ = map_reverse = hyper_map = HyperMap()
 
     def broadcast_params(self, optim_result: Any) -> Any:
+        """Return the argument: nothing is sent, and no gradients are fused."""
         return optim_result
+
+    flatten_gradients = broadcast_params
 
     def _of_groups(self, values: Sequence[Any]) -> tuple[Any, ...]:
         value_by_id = {id(p): value for value, group in zip(values, self.groups, strict=True) for p in group["params"]}
         return tuple(value_by_id[id(parameter)] for parameter in self.parameters)
 
-    @property
-    def weight_decay(self) -> Any:
+    def get_weight_decay(self) -> Any:
         """Return the weight decay; for groups, a tuple with one per parameter."""
         return self._of_groups([group["weight_decay"] for group in self.groups]) if self.is_group else self._decay
 
-    def get_weight_decay(self) -> Any:
-        return self.weight_decay
-
-    @property
-    def decay_flags(self) -> tuple[bool, ...]:
-        """Return whether each parameter decays."""
-        return self._of_groups([group["weight_decay"] > 0 for group in self.groups])
-
-    @property
-    def optim_filter(self) -> tuple[bool, ...]:
-        """Return whether this rank updates each parameter: always True."""
-        return (True,) * len(self.parameters)
-
-    @property
-    def dynamic_lr(self) -> bool:
-        """Return whether the learning rate follows a schedule."""
-        return not all(isinstance(rate, _Constant) for rate in self.rates)
+    weight_decay = property(get_weight_decay)
+    # whether each parameter decays, and this rank updates it; and whether the learning rate follows a schedule
+    decay_flags = property(lambda self: self._of_groups([group["weight_decay"] > 0 for group in self.groups]))
+    optim_filter = property(lambda self: (True,) * len(self.parameters))
+    dynamic_lr = property(lambda self: not all(isinstance(rate, _Constant) for rate in self.rates))
 
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
         """Do nothing; kept for programs that call it. States have the names of their parameters."""

@@ -102,27 +102,16 @@ def _weighted(x: torch.Tensor, size: int, sigma: float) -> torch.Tensor:
 
 
 def _similar(
-    img1: torch.Tensor, img2: torch.Tensor, max_val: float = 1.0, filter_size: int = 11, filter_sigma: float = 1.5,
-    k1: float = 0.01, k2: float = 0.03,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the similarity per channel [n, c], and its part without means (Wang et al. 2004, equation 13)."""
+    img1: torch.Tensor, img2: torch.Tensor, max_val: float, filter_size: int, filter_sigma: float, k1: float, k2: float
+) -> torch.Tensor:
+    """Return the similarity [n] (Wang et al. 2004, equation 13)."""
     first, second, squares, product = (
         _weighted(x, filter_size, filter_sigma) for x in (img1, img2, img1.square() + img2.square(), img1 * img2)
     )
     c1, c2 = (k1 * max_val) ** 2, (k2 * max_val) ** 2
     of_means = (2 * first * second + c1) / (first.square() + second.square() + c1)
     rest = (2 * (product - first * second) + c2) / (squares - first.square() - second.square() + c2)
-    return (of_means * rest).mean((2, 3)), rest.mean((2, 3))
-
-
-def _at_scales(img1: torch.Tensor, img2: torch.Tensor, power_factors: Any, **settings: Any) -> torch.Tensor:
-    """Return the similarity at several scales, each half the previous one (Wang et al. 2003, equation 7)."""
-    parts = []
-    for level, power in enumerate(power_factors):
-        whole, rest = _similar(img1, img2, **settings)
-        parts.append((whole if level + 1 == len(power_factors) else rest).relu() ** power)
-        img1, img2 = F.avg_pool2d(img1, 2), F.avg_pool2d(img2, 2)
-    return torch.stack(parts).prod(0).mean(1)
+    return (of_means * rest).mean((2, 3)).mean(1)
 
 
 def _windows(x: torch.Tensor, ksizes: Any, strides: Any, rates: Any, padding: str) -> Any:
@@ -150,12 +139,9 @@ CELLS: dict[str, Any] = {
     # -- image quality
     "ImageGradients": lambda images: (  # between a pixel and the one below, and the one on the right
         F.pad(images.diff(dim=2), (0, 0, 0, 1)), F.pad(images.diff(dim=3), (0, 1))),
-    "MSSSIM": lambda img1, img2, *, max_val=1.0, power_factors=(0.0448, 0.2856, 0.3001, 0.2363, 0.1333), filter_size=11,
-    filter_sigma=1.5, k1=0.01, k2=0.03: _at_scales(
-        img1, img2, power_factors, max_val=max_val, filter_size=filter_size, filter_sigma=filter_sigma, k1=k1, k2=k2),
     "PSNR": lambda img1, img2, *, max_val=1.0: 10 * torch.log10(max_val**2 / (img1 - img2).square().mean((1, 2, 3))),
     "SSIM": lambda img1, img2, *, max_val=1.0, filter_size=11, filter_sigma=1.5, k1=0.01, k2=0.03: _similar(
-        img1, img2, max_val, filter_size, filter_sigma, k1, k2)[0].mean(1),
+        img1, img2, max_val, filter_size, filter_sigma, k1, k2),
     # -- activations
     "Softmax2d": lambda x: torch.softmax(x, -3),
     "Threshold": lambda x, *, threshold, value: F.threshold(x, threshold, value),
@@ -167,9 +153,8 @@ CELLS: dict[str, Any] = {
     **{f"ConstantPad{dims}d": _constant_pad(dims) for dims in (1, 2, 3)},
     **{f"{name}Pad{dims}d": _pad(mode, dims) for dims in (1, 2, 3) for name, mode in (
         ("Reflection", "reflect"), ("Replication", "replicate"))},
-    "Flatten": ("Flattening of the dims from ``start_dim`` to ``end_dim``.",
-                lambda x, *, start_dim=1, end_dim=-1: x.flatten(start_dim, end_dim)),
-    "Identity": ("The identity function.", lambda x: x),
+    "Flatten": lambda x, *, start_dim=1, end_dim=-1: x.flatten(start_dim, end_dim),
+    "Identity": lambda x: x,
     "Pad": lambda x, *, paddings, mode="CONSTANT": mirrored(x, paddings, mode),
     "ResizeBilinear": lambda x, size=None, scale_factor=None, align_corners=False, *, half_pixel_centers=False:
     _upsampled(x, size, scale_factor, align_corners, half_pixel_centers),

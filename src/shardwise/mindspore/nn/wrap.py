@@ -40,9 +40,7 @@ class WithLossCell(Cell):
         super().__init__()
         self._backbone, self._loss_fn = backbone, loss_fn
 
-    @property
-    def backbone_network(self) -> nn.Module:
-        return self._backbone
+    backbone_network = property(lambda self: self._backbone)
 
     def construct(self, data: Any, label: Any) -> Any:
         return self._loss_fn(self._backbone(data), label)
@@ -121,10 +119,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         manager = hasattr(scale_sense, "update_loss_scale")
         self.manager = scale_sense if manager else FixedLossScaleManager(float(scale_sense))
 
-    @property
-    def scale_sense(self) -> Any:
-        """Return the present scale."""
-        return Tensor(float(self.manager.get_loss_scale()))
+    scale_sense = property(lambda self: Tensor(float(self.manager.get_loss_scale())), doc="The present scale.")
 
     def set_sense_scale(self, sens: Any) -> None:
         """Set a constant scale."""
@@ -261,6 +256,7 @@ class PipelineGradReducer(Cell):
         return tuple(map(as_gradient, scaled, self._of))
 
 
+Pipeline, GradAccumulation = PipelineCell, GradAccumulationCell  # newer names, in mindspore.parallel.nn
 __all__ = [
     "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "GradAccumulationCell",
     "MicroBatchInterleaved", "PipelineCell", "PipelineGradReducer", "TimeDistributed",

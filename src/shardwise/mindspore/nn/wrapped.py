@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import generator
-from shardwise.mindspore.named import bound_to, constructor, signature_of
+from shardwise.mindspore.named import SETTINGS, bound_to, constructor, signature_of
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.tensor import Parameter
 
@@ -147,32 +147,17 @@ def _maker(kind: type[nn.Module], arguments: dict[str, Any], **fixed: Any) -> Ca
     return make
 
 
-_CELL = {"input_size": ..., "hidden_size": ..., "has_bias": True}
-_LAYERS = {"input_size": ..., "hidden_size": ..., "num_layers": 1, "has_bias": True, "batch_first": False,
-           "dropout": 0.0, "bidirectional": False, "dtype": torch.float32}  # fmt: skip
-_ORDER = {"layer_norm_eps": 1e-5, "batch_first": False, "norm_first": False, "dtype": None}
-_BLOCK = {"d_model": ..., "nhead": ..., "dim_feedforward": 2048, "dropout": 0.1, "activation": "relu", **_ORDER}
+_FIXED = {"TransformerEncoder": {"enable_nested_tensor": False}}
 WRAPPED: dict[str, Callable[..., nn.Module]] = {
     "BiDense": lambda in1_channels, in2_channels, out_channels, weight_init=None, bias_init=None, has_bias=True,
     dtype=None: _filled(nn.Bilinear(in1_channels, in2_channels, out_channels, has_bias, dtype=dtype),
                         weight=weight_init, bias=bias_init),
-    "GRUCell": _maker(nn.GRUCell, {**_CELL, "dtype": None}),
-    "LSTMCell": _maker(nn.LSTMCell, {**_CELL, "dtype": None}),
-    "RNNCell": _maker(nn.RNNCell, {**_CELL, "nonlinearity": "tanh", "dtype": None}),
-    "MultiheadAttention": _maker(nn.MultiheadAttention, {
-        "embed_dim": ..., "num_heads": ..., "dropout": 0.0, "has_bias": True, "add_bias_kv": False,
-        "add_zero_attn": False, "kdim": None, "vdim": None, "batch_first": False, "dtype": None}),
-    "TransformerEncoderLayer": _maker(nn.TransformerEncoderLayer, _BLOCK),
-    "TransformerDecoderLayer": _maker(nn.TransformerDecoderLayer, _BLOCK),
-    "TransformerEncoder": _maker(nn.TransformerEncoder, {"encoder_layer": ..., "num_layers": ..., "norm": None},
-                                 enable_nested_tensor=False),
-    "TransformerDecoder": _maker(nn.TransformerDecoder, {"decoder_layer": ..., "num_layers": ..., "norm": None}),
-    "Transformer": _maker(nn.Transformer, {
-        "d_model": 512, "nhead": 8, "num_encoder_layers": 6, "num_decoder_layers": 6, "dim_feedforward": 2048,
-        "dropout": 0.1, "activation": "relu", "custom_encoder": None, "custom_decoder": None, **_ORDER}),
+    **{name: _maker(getattr(nn, name), SETTINGS[f"nn.{name}"], **_FIXED.get(name, {})) for name in (
+        "GRUCell", "LSTMCell", "RNNCell", "MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer",
+        "TransformerEncoder", "TransformerDecoder", "Transformer")},
 }  # fmt: skip
 RECURRENT: dict[str, Callable[..., nn.Module]] = {
-    "GRU": _maker(nn.GRU, _LAYERS), "LSTM": _maker(nn.LSTM, _LAYERS),
+    **{name: _maker(getattr(nn, name), SETTINGS[f"nn.{name}"]) for name in ("GRU", "LSTM")},
     "RNN": lambda input_size, hidden_size, num_layers=1, has_bias=True, batch_first=False, dropout=0.0,
     bidirectional=False, dtype=torch.float32, *, nonlinearity="tanh": nn.RNN(
         input_size, hidden_size, num_layers, nonlinearity, has_bias, batch_first, dropout, bidirectional, dtype=dtype),

@@ -6,10 +6,10 @@ from shardwise.mindspore.compiling import constexpr
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops import composite, functional, functions, operations, primitive
 from shardwise.mindspore.ops.composite import *
-from shardwise.mindspore.ops.custom import Custom
 from shardwise.mindspore.ops.functional import *
 from shardwise.mindspore.ops.functions import *
 from shardwise.mindspore.ops.operations import *
+from shardwise.mindspore.ops.simple import Custom
 
 if not TYPE_CHECKING:  # as in ``operations``
     __all__ = ["Custom", "constexpr"]

@@ -43,13 +43,12 @@ def _minimum(x: Any, y: Any) -> torch.Tensor:
 ELEMENTS: dict[str, Any] = {
     **of_functions(TABLES["ops"]["elements"]),
     "GeLU": lambda x: F.gelu(x, approximate="tanh"), "Maximum": _maximum, "Minimum": _minimum,
-    "Cast": ("A cast: ``Cast()(x, dtype)``. Its own strategy has an effect; the reference ignores it.",
-             lambda x, dtype: (x if isinstance(x, torch.Tensor) else torch.as_tensor(x)).to(dtype)),
-    "Elu": ("x above 0, else alpha * (exp(x) - 1).", lambda x, *, alpha=1.0: F.elu(x, alpha)),
-    "LeakyReLU": ("x above 0, else alpha * x.", lambda x, *, alpha=0.2: F.leaky_relu(x, alpha)),
+    "Cast": lambda x, dtype: (x if isinstance(x, torch.Tensor) else torch.as_tensor(x)).to(dtype),
+    "Elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
+    "LeakyReLU": lambda x, *, alpha=0.2: F.leaky_relu(x, alpha),
 }  # fmt: skip
 COMPOSED: dict[str, Any] = {  # made of several torch operators
-    "AddN": ("The sum of a tuple of tensors of one shape.", lambda tensors: sum(tensors[1:], tensors[0])),
+    "AddN": lambda tensors: sum(tensors[1:], tensors[0]),
     "DivNoNan": lambda x, y: torch.where(y == 0, 0, x / torch.where(y == 0, 1, y)),
     "Identity": torch.clone,
     "Softsign": lambda x: x / (1 + x.abs()),

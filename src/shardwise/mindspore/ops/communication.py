@@ -15,7 +15,7 @@ from shardwise.errors import CaptureError, problem
 from shardwise.mindspore import rank_groups
 from shardwise.mindspore.checks import closest, integer, of_type
 from shardwise.mindspore.communication.management import GlobalComm, find_group
-from shardwise.mindspore.named import WithSettings
+from shardwise.mindspore.named import SETTINGS, WithSettings
 from shardwise.mindspore.ops.primitive import Primitive
 
 Tensor = torch.Tensor
@@ -138,9 +138,7 @@ class AlltoAll(_Communication, split_count=..., split_dim=..., concat_dim=..., g
         return _all_to_all(input_x, self.split_dim, self.concat_dim, group)
 
 
-class NeighborExchange(
-    _Communication, send_rank_ids=..., recv_rank_ids=..., recv_shapes=..., send_shapes=..., recv_type=..., group=None
-):
+class NeighborExchange(_Communication, **SETTINGS["ops.NeighborExchange"]):
     """A point-to-point exchange: tensor i goes to rank ``send_rank_ids[i]``; tensors from ``recv_rank_ids`` return as a
     tuple. The gradient takes the reverse paths. ``recv_shapes``, ``send_shapes``: of each; ``recv_type``: their
     dtype."""

@@ -115,8 +115,7 @@ def distinct(input: Tensor) -> tuple[Tensor, Tensor]:
     return values[order], order.argsort()[inverse].reshape(input.shape).to(torch.int32)
 
 
-def _lrn(
-    x: Tensor, depth_radius: int = 5, bias: float = 1.0, alpha: float = 1.0, beta: float = 0.5,
+def _lrn(x: Tensor, depth_radius: int = 5, bias: float = 1.0, alpha: float = 1.0, beta: float = 0.5,
     norm_region: str = "ACROSS_CHANNELS",
 ) -> Tensor:  # fmt: skip
     """Return x / (bias + alpha * the sum of squares of the channels up to ``depth_radius`` away)**beta."""

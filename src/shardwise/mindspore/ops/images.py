@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import strict
 from shardwise.mindspore.checks import channels_first, one_of
+from shardwise.mindspore.named import SETTINGS
 from shardwise.mindspore.ops.primitive import OfSettings
 from shardwise.mindspore.strict import Shapes, Strategy
 
@@ -253,10 +254,7 @@ class _Windowed(OfSettings):
                 )
 
 
-class Conv2D(
-    _Windowed, out_channel=..., kernel_size=..., mode=1, pad_mode="valid", pad=0, stride=1, dilation=1, group=1,
-    data_format="NCHW",
-):  # fmt: skip
+class Conv2D(_Windowed, **SETTINGS["ops.Conv2D"]):
     """``Conv2D(out_channel, kernel_size, ...)(x, weight)``; ``weight`` is (out, in / group, height, width)."""
 
     dims = "n in h w, out in kh kw"
@@ -296,10 +294,7 @@ class Conv2D(
         self.check_windows(images)
 
 
-class Conv2DTranspose(
-    OfSettings, out_channel=..., kernel_size=..., pad_mode="valid", pad=0, pad_list=None, mode=1, stride=1, dilation=1,
-    group=1, data_format="NCHW",
-):  # fmt: skip
+class Conv2DTranspose(OfSettings, **SETTINGS["ops.Conv2DTranspose"]):
     """The gradient of Conv2D with respect to its input, of shape ``input_size``: ``Conv2DTranspose(out_channel,
     kernel_size, ...)(dout, weight, input_size)``; ``weight`` is (channels of dout, out / group, height, width)."""
 

@@ -186,12 +186,10 @@ class Gather(OfSettings, batch_dims=0):
             )
 
 
-class GatherV2(Gather):
-    """The old name of Gather."""
-
-
-class SparseGatherV2(Gather):
-    """Gather; the gradient of its table is dense here."""
+GatherV2, SparseGatherV2 = (  # older names; gradients of tables are dense here
+    type(name, (Gather,), {"__module__": __name__, "__doc__": "The old name of Gather."})
+    for name in ("GatherV2", "SparseGatherV2")
+)
 
 
 class EmbeddingLookup(Gather):
@@ -281,7 +279,7 @@ _UPDATES = {
     "whole": lambda self, shapes, args: {0: (range(shapes[1][-1]), "which the indices address")},
 }
 CLASSES = classes_of({
-    "GatherD": ("``GatherD()(x, dim, index)``, as torch has it.", lambda x, dim, index: x.gather(dim, index.long()), {
+    "GatherD": (None, lambda x, dim, index: x.gather(dim, index.long()), {
         "lead": None, "same": "the strategies of all inputs must be equal", "whole": along("which it looks up", 1)}),
     "GatherNd": (None, gather_nd, {
         "dims": "x..., b... place", "lead": 1, "whole": lambda self, shapes, args: {

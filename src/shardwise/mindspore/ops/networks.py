@@ -51,8 +51,7 @@ def _log_alpha(log_probs: Tensor, targets: Tensor, *lengths_and_blank: Any) -> T
     return table
 
 
-def classes_loss(
-    x: Tensor, labels_indices: Tensor, labels_values: Tensor, sequence_length: Tensor, ignore_longer: bool,
+def classes_loss(x: Tensor, labels_indices: Tensor, labels_values: Tensor, sequence_length: Tensor, ignore_longer: bool,
     merging: tuple[bool, bool] = (False, True),
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the CTC losses [n] and the gradient of the logits (None in a split cell). ``x``: logits [t, n, classes],

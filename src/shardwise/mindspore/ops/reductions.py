@@ -135,33 +135,28 @@ CLASSES = classes_of({
     "Argmin": (None, lambda x, *, axis=-1, output_type=torch.int32: x.argmin(axis).to(output_type), {"lead": None}),
     "CumProd": (None, _multiplied, {"whole": along("along which it accumulates", 1)}),
     "CumSum": (None, _summed, {"whole": along("along which it accumulates", 1)}),
-    "Sort": ("The sorted elements of a dim and their indices.", lambda x, *, axis=-1, descending=False: narrowed(
+    "Sort": (None, lambda x, *, axis=-1, descending=False: narrowed(
         x.sort(axis, descending=descending)), {"lead": None, "whole": along("which it sorts")}),
-    "TopK": ("The k largest elements of the last dim and their indices: ``TopK(sorted)(x, k)``.",
-             lambda x, k, *, sorted=True: narrowed(x.topk(k, -1, sorted=sorted)),
+    "TopK": (None, lambda x, k, *, sorted=True: narrowed(x.topk(k, -1, sorted=sorted)),
              {"lead": None, "whole": _last("of which it finds the largest elements")}),
     # -- norms
     "BatchNorm": (None, _batch_norm, {
         "dims": "n c b..., c, c, c, c",
         "checks": {"data_format": lambda _, value: channels_first("BatchNorm", value, "; transpose first")}}),
     "Dropout": (None, _dropped, {"checks": {"keep_prob": fraction}}),
-    "L2Normalize": ("x / sqrt(max(sum of x squared along ``axis``, epsilon))", lambda x, *, axis=0, epsilon=1e-4: (
+    "L2Normalize": (None, lambda x, *, axis=0, epsilon=1e-4: (
         x * x.square().sum(axis, keepdim=True).clamp(min=epsilon).rsqrt()), {"whole": _normalised}),
     "LayerNorm": (None, layer_norm, {"whole": _from_begin}),
-    "LogSoftmax": ("The logarithm of Softmax along one dim.", lambda x, *, axis=-1: torch.log_softmax(
-        x, _axes(axis)[0]), _SOFTMAX),
-    "Softmax": ("exp(x) divided by its sum along ``axis``, one dim or several.", lambda x, *, axis=-1: torch.softmax(
+    "LogSoftmax": (None, lambda x, *, axis=-1: torch.log_softmax(x, _axes(axis)[0]), _SOFTMAX),
+    "Softmax": (None, lambda x, *, axis=-1: torch.softmax(
         x, _axes(axis)[0]) if len(_axes(axis)) == 1 else torch.exp(x - x.logsumexp(axis, keepdim=True)), _SOFTMAX),
     # -- losses
-    "BinaryCrossEntropy": (
-        "Binary cross entropy of probabilities: ``BinaryCrossEntropy(reduction)(logits, labels, weight)``.",
-        lambda logits, labels, weight=None, *, reduction="mean": F.binary_cross_entropy(
+    "BinaryCrossEntropy": (None, lambda logits, labels, weight=None, *, reduction="mean": F.binary_cross_entropy(
             logits, labels, weight, reduction=reduction),
         {"sums": True, "lead": None, "checks": {"reduction": one_of("mean", "sum", "none")}}),
-    "L2Loss": ("Half the sum of squares.", lambda x: x.square().sum() / 2, {"sums": True}),
-    "SigmoidCrossEntropyWithLogits": (
-        "Binary cross entropy of the sigmoid per element of ``(logits, label)``.",
-        lambda logits, label: F.binary_cross_entropy_with_logits(logits, label, reduction="none"), {"lead": None}),
+    "L2Loss": (None, lambda x: x.square().sum() / 2, {"sums": True}),
+    "SigmoidCrossEntropyWithLogits": (None, lambda logits, label: F.binary_cross_entropy_with_logits(
+        logits, label, reduction="none"), {"lead": None}),
     "SoftmaxCrossEntropyWithLogits": (None, _cross_entropy, {
         "whole": _last("the classes"), "same": "the strategies of logits and labels must be equal"}),
     "SparseSoftmaxCrossEntropyWithLogits": (None, _sparse_cross_entropy, {

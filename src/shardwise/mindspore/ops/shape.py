@@ -100,16 +100,13 @@ def _joined(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
 CLASSES = {
     **classes_of({
         **of_functions("ExpandDims=expand_dims; Tile; Transpose"),
-        "BroadcastTo": ("A broadcast: ``BroadcastTo((4, 3))(x)``; -1 keeps the size of a dim.",
-                        lambda x, *, shape: x.expand(shape), {"checks": {"shape": lambda _, shape: tuple(shape)}}),
-        "Concat": ("A concatenation along ``axis``: ``Concat(1)((x, y))``.",
-                   lambda tensors, *, axis=0: torch.cat(tuple(tensors), axis), {"whole": _joined}),
-        "Pack": ("The old name of Stack.", lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis)),
+        "BroadcastTo": (None, lambda x, *, shape: x.expand(shape), {
+            "checks": {"shape": lambda _, shape: tuple(shape)}}),
+        "Concat": (None, lambda tensors, *, axis=0: torch.cat(tuple(tensors), axis), {"whole": _joined}),
+        "Pack": lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis),
         "Squeeze": lambda x, *, axis=(): _squeezed(x, axis),
-        "Stack": ("A stack of tensors along a new dim: ``Stack(0)((x, y))``.",
-                  lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis)),
-        "Unstack": ("The slices along ``axis``, as a tuple.", lambda x, *, axis=0, num=None: x.unbind(axis),
-                    {"whole": along("which is cut into parts")}),
+        "Stack": lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis),
+        "Unstack": (None, lambda x, *, axis=0, num=None: x.unbind(axis), {"whole": along("which is cut into parts")}),
     }, Simple, __name__, lead=None),
     **classes_of({
         **of_functions("Eye; Fill; Ones; Range; Reshape; Shape; Zeros"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,44 +14,12 @@ from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.context import get_cost_model_context as get_cost_model_context
 from shardwise.mindspore.context import reset_cost_model_context as reset_cost_model_context
 from shardwise.mindspore.context import set_cost_model_context
+from shardwise.mindspore.named import absent, functions_of
 from shardwise.mindspore.options import ALIASES, CHECKS, ParallelMode
 
 
-def _get_parallel_mode() -> str:
-    return context.options().parallel_mode
-
-
-def _get_device_num() -> int:
-    """Return the number of devices on which the program runs: 1 in stand-alone mode."""
-    alone = _get_parallel_mode() == ParallelMode.STAND_ALONE and "device_num" not in context.options().names_set
-    return 1 if alone else context.options().devices
-
-
-def _get_global_rank() -> int:
-    return 0 if _get_parallel_mode() == ParallelMode.STAND_ALONE else context.options().rank
-
-
-def _option(name: str) -> Callable[[], Any]:
-    return lambda: getattr(context.options(), name)
-
-
-_get_gradients_mean, _get_full_batch, _get_pipeline_stages, _get_parameter_broadcast = map(
-    _option, ("gradients_mean", "full_batch", "pipeline_stages", "parameter_broadcast")
-)
-
-
-def _is_in_auto_parallel_mode() -> bool:
-    return context.options().distributed
-
-
-def _is_sharding_propagation() -> bool:
-    """Return whether auto mode propagates strategies to other operators."""
-    is_auto = _get_parallel_mode() == ParallelMode.AUTO_PARALLEL
-    return is_auto and context.options().search_mode == "sharding_propagation"
-
-
-def _is_in_data_parallel_mode() -> bool:
-    return _get_parallel_mode() == ParallelMode.DATA_PARALLEL
+def _is_mode(*modes: str) -> bool:
+    return context.options().parallel_mode in modes
 
 
 def _broadcast_parameters(parameters: Iterable[torch.Tensor], root: int = 0) -> None:
@@ -78,13 +47,18 @@ class _AutoParallelContext:
 
 
 _options = _AutoParallelContext()
-
-
-def auto_parallel_context() -> _AutoParallelContext:
-    """Return the only instance."""
-    return _options
-
-
-def _set_multi_subgraphs(multi_subgraph: bool = True) -> None:
-    """Set ``multi_subgraphs`` of the cost model."""
-    set_cost_model_context(multi_subgraphs=multi_subgraph)
+_ALONE, _AUTO = ParallelMode.STAND_ALONE, ParallelMode.AUTO_PARALLEL
+globals().update(functions_of({
+    # 1 in stand-alone mode, unless the program has set it
+    "_get_device_num": lambda: (
+        1 if _is_mode(_ALONE) and "device_num" not in context.options().names_set else context.options().devices),
+    "_get_global_rank": lambda: 0 if _is_mode(_ALONE) else context.options().rank,
+    "_is_in_auto_parallel_mode": lambda: context.options().distributed,
+    "_is_in_data_parallel_mode": lambda: _is_mode(ParallelMode.DATA_PARALLEL),
+    "_is_sharding_propagation": lambda: _is_mode(_AUTO) and context.options().search_mode == "sharding_propagation",
+    **{f"_get_{name}": partial(lambda name: getattr(context.options(), name), name) for name in (
+        "parallel_mode", "gradients_mean", "full_batch", "pipeline_stages", "parameter_broadcast")},
+    "_set_multi_subgraphs": lambda multi_subgraph=True: set_cost_model_context(multi_subgraphs=multi_subgraph),
+    "auto_parallel_context": lambda: _options,
+}, __name__))  # fmt: skip
+__getattr__ = absent(__name__, lambda: globals())

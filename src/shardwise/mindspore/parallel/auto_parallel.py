@@ -24,6 +24,11 @@ def _switch(**values: Any) -> Callable[..., None]:
     return lambda self: context.set_auto_parallel_context(**values)
 
 
+def _setter(option: str) -> Callable[..., None]:
+    """Return a method that sets an option to its argument, whatever its name."""
+    return lambda self, *value, **named: context.set_auto_parallel_context(**{option: (*value, *named.values())[0]})
+
+
 class AutoParallel(PipelineCell):
     """A wrapper of a network (or a function) that sets the options of the process: ``AutoParallel(network,
     parallel_mode="semi_auto")``. It resets all options first, so the latest instance decides for all cells."""
@@ -55,10 +60,6 @@ class AutoParallel(PipelineCell):
     def construct(self, *inputs: Any, **kwargs: Any) -> Any:
         return super().construct(*inputs) if hasattr(self, "micro_size") else self.network(*inputs, **kwargs)
 
-    def dataset_strategy(self, config: Any) -> None:
-        """Set how inputs are split: ``"data_parallel"``, ``"full_batch"``, or a tuple per input."""
-        context.set_auto_parallel_context(dataset_strategy=config)
-
     def hsdp(self, shard_size: int = -1, threshold: int = 64, optimizer_level: str = "level1") -> None:
         """Enable the parallel optimizer.
 
@@ -80,23 +81,10 @@ class AutoParallel(PipelineCell):
             pipeline_stages=stages, pipeline_result_broadcast=output_broadcast, pipeline_config=config
         )
 
-    def comm_fusion(self, config: dict[str, Any]) -> None:
-        """Set how gradients share messages."""
-        context.set_auto_parallel_context(comm_fusion=config)
-
-    def load_param_strategy_file(self, file_path: str) -> None:
-        """Load the strategies of an earlier run."""
-        context.set_auto_parallel_context(strategy_ckpt_load_file=file_path)
-
-    def save_param_strategy_file(self, file_path: str) -> None:
-        """Set the file to which strategies are written."""
-        context.set_auto_parallel_context(strategy_ckpt_save_file=file_path)
-
-    load_operator_strategy_file, save_operator_strategy_file = load_param_strategy_file, save_param_strategy_file
-
-    def set_group_ckpt_save_file(self, file_path: str) -> None:
-        context.set_auto_parallel_context(group_ckpt_save_file=file_path)
-
+    load_param_strategy_file = load_operator_strategy_file = _setter("strategy_ckpt_load_file")
+    save_param_strategy_file = save_operator_strategy_file = _setter("strategy_ckpt_save_file")
+    comm_fusion, set_group_ckpt_save_file = _setter("comm_fusion"), _setter("group_ckpt_save_file")
+    dataset_strategy = _setter("dataset_strategy")  # "data_parallel", "full_batch", or a tuple per input
     enable_gradients_mean = _switch(gradients_mean=True)
     enable_fp32_communication = _switch(force_fp32_communication=True)
     disable_gradient_fp32_sync = _switch(gradient_fp32_sync=False)

@@ -238,9 +238,7 @@ class ModelCheckpoint(Callback):
         self._last_step, self._last_seconds = 0, time.monotonic()
         self._params: CallbackParams | None = None  # of the current training
 
-    @property
-    def latest_ckpt_file_name(self) -> str:
-        return str(self._files[-1]) if self._files else ""
+    latest_ckpt_file_name = property(lambda self: str(self._files[-1]) if self._files else "")
 
     def begin(self, run_context: RunContext) -> None:
         params = run_context.original_args()

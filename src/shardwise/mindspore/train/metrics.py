@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -29,18 +29,12 @@ class Metric:
     _convert_data = staticmethod(_array)
     has_selected_inputs = False  # True while Model.eval calls update with selected inputs
 
-    def clear(self) -> None:
+    indexes = property(lambda self: self._indexes)
+
+    def _undefined(self, *inputs: Any) -> Any:
         raise NotImplementedError
 
-    def update(self, *inputs: Any) -> None:
-        raise NotImplementedError
-
-    def eval(self) -> Any:
-        raise NotImplementedError
-
-    @property
-    def indexes(self) -> Sequence[int] | None:
-        return self._indexes
+    clear = update = eval = cast(Any, _undefined)
 
     def set_indexes(self, indexes: Sequence[int]) -> Metric:
         """Set the inputs of ``update`` by their positions in (loss, output, label)."""
@@ -80,10 +74,8 @@ class _Kept(WithSettings, Metric):
     """A metric of all updates: ``function`` of every input of ``update``, with batches concatenated, and settings."""
 
     function: Function
-    checks: ClassVar = {
-        "eval_type": _eval_type, "k": partial(from_on, low=1),
-        "normalize": one_of("no_norm", "target", "prediction", "all"),
-    }  # fmt: skip
+    checks: ClassVar = {"eval_type": _eval_type, "k": partial(from_on, low=1),
+                        "normalize": one_of("no_norm", "target", "prediction", "all")}  # fmt: skip
 
     def _settle(self) -> None:
         self.clear()
@@ -142,10 +134,9 @@ def _counts(output: Array, label: Array, eval_type: str = "classification") -> t
         dims = tuple(dim for dim in range(output.ndim) if dim != 1)
         return (output * label).sum(dims), output.sum(dims), label.sum(dims)
     labels, guess = _classes(output, label).reshape(-1).astype(int), output.argmax(1).reshape(-1)
-    right, every, labels = (
-        np.bincount(x, minlength=output.shape[1]) for x in (guess[guess == labels], guess, labels)
-    )  # fmt: skip
-    return right, every, labels
+    count = output.shape[1]
+    right, every, all_labels = (np.bincount(x, minlength=count) for x in (guess[guess == labels], guess, labels))
+    return right, every, all_labels
 
 
 def _accuracy(output: Array, label: Array, *, eval_type: str = "classification") -> float:
@@ -155,9 +146,7 @@ def _accuracy(output: Array, label: Array, *, eval_type: str = "classification")
     return float((output.argmax(1) == _classes(output, label)).mean())
 
 
-def _f_score(output: Array, label: Array, *, beta: float) -> Array:
-    """(1 + beta^2) precision recall / (beta^2 precision + recall) of each class, or the mean."""
-    right, predicted, labels = _counts(output, label)
+def _f_score(right: Array, predicted: Array, labels: Array, beta: float) -> Array:
     return _ratio((1 + beta**2) * right, beta**2 * labels + predicted)
 
 
@@ -220,25 +209,23 @@ def auc(x: Any, y: Any, reorder: bool = False) -> float:
     return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2))
 
 
+def _far(power: int) -> Function:
+    return lambda x, y: float((np.abs(x.reshape(y.shape) - y) ** power).sum() / len(y))
+
+
 CLASSES: dict[str, Any] = {
     **classes_of({
-        "Accuracy": _accuracy, "ConfusionMatrix": _confusion,
-        "MAE": ("The absolute differences of a sample, summed; their mean over samples.",
-                lambda x, y: float(np.abs(x.reshape(y.shape) - y).sum() / len(y))),
-        "MSE": ("The squared differences of a sample, summed; their mean over samples.",
-                lambda x, y: float(np.square(x.reshape(y.shape) - y).sum() / len(y))),
-        "Perplexity": _perplexity, "ROC": _roc, "TopKCategoricalAccuracy": _in_top,
-        "Top1CategoricalAccuracy": ("Top-k accuracy with k = 1.", lambda output, label: _in_top(output, label, k=1)),
-        "Top5CategoricalAccuracy": ("Top-k accuracy with k = 5.", lambda output, label: _in_top(output, label, k=5)),
+        "Accuracy": _accuracy, "ConfusionMatrix": _confusion, "MAE": _far(1), "MSE": _far(2), "Perplexity": _perplexity,
+        "ROC": _roc, "TopKCategoricalAccuracy": _in_top,
+        "Top1CategoricalAccuracy": lambda output, label: _in_top(output, label, k=1),
+        "Top5CategoricalAccuracy": lambda output, label: _in_top(output, label, k=5),
     }, _Kept, __name__),
     **classes_of({
-        "F1": ("Fbeta with beta 1.", lambda output, label: _f_score(output, label, beta=1.0)), "Fbeta": _f_score,
-        "Precision": (
-            "The fraction of each class's predictions that are right; with ``average`` the mean over classes.",
-            lambda output, label, *, eval_type="classification": _ratio(*_counts(output, label, eval_type)[:2])),
-        "Recall": (
-            "The fraction of each class's labels that were predicted; with ``average`` the mean over classes.",
-            lambda output, label, *, eval_type="classification": _ratio(*_counts(output, label, eval_type)[::2])),
+        "F1": lambda output, label: _f_score(*_counts(output, label), 1.0),
+        "Fbeta": lambda output, label, *, beta: _f_score(*_counts(output, label), beta),
+        "Precision": lambda output, label, *, eval_type="classification": _ratio(
+            *_counts(output, label, eval_type)[:2]),
+        "Recall": lambda output, label, *, eval_type="classification": _ratio(*_counts(output, label, eval_type)[::2]),
     }, _OfClasses, __name__),
     "Loss": Loss,
 }  # fmt: skip

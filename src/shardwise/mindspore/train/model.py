@@ -92,17 +92,9 @@ class Model:
         else:
             self._eval_network = None
 
-    @property
-    def train_network(self) -> nn.Module | None:
-        return self._train_network
-
-    @property
-    def predict_network(self) -> nn.Module:
-        return self._network
-
-    @property
-    def eval_network(self) -> nn.Module | None:
-        return self._eval_network
+    train_network = property(lambda self: self._train_network)
+    predict_network = property(lambda self: self._network)
+    eval_network = property(lambda self: self._eval_network)
 
     def train(
         self, epoch: int, train_dataset: Any, callbacks: Any = None, dataset_sink_mode: bool = False,

@@ -13,9 +13,8 @@ from torch import nn
 
 from shardwise import rank
 from shardwise.errors import problem
-from shardwise.mindspore.checks import closest, from_on, one_of, within
-from shardwise.mindspore.named import WithSettings
-from shardwise.mindspore.notes import note
+from shardwise.mindspore.checks import closest, from_on, note, one_of, within
+from shardwise.mindspore.named import SETTINGS, WithSettings
 from shardwise.mindspore.tensor_methods import asnumpy
 from shardwise.mindspore.train.callback import Callback, RunContext, loss_value
 from shardwise.mindspore.train.model import size_of, steps_of
@@ -25,11 +24,8 @@ TENSORBOARD = "pip install tensorboard, which torch.utils.tensorboard writes wit
 
 
 class SummaryRecord:
-    """A TensorBoard log folder. ``add_value("scalar", "loss", value)`` adds to the present step, ``record(step)``
-    writes it. Raises ImportError if tensorboard is not installed.
-
-    As a context manager it closes its file.
-    """
+    """A TensorBoard log folder; as a context it closes its file. ``add_value("scalar", "loss", value)`` adds to the
+    present step, ``record(step)`` writes it. Raises ImportError if tensorboard is not installed."""
 
     def __init__(self, log_dir: str, *, network: nn.Module | None = None, **settings: Any) -> None:
         try:
@@ -39,6 +35,7 @@ class SummaryRecord:
         self.log_dir = str(Path(log_dir).resolve())
         self._writer: Any = SummaryWriter(self.log_dir)
         self._values: list[tuple[str, str, Any]] = []
+        self.flush, self.close = self._writer.flush, self._writer.close
 
     def add_value(self, plugin: str, name: str, value: Any) -> None:
         """Add a value to the present step. ``plugin``: "scalar", "tensor", "histogram" or "image" (batch, channels,
@@ -55,12 +52,6 @@ class SummaryRecord:
                 getattr(self._writer, KINDS[plugin])(name, single, step)
         self._values = []
         return True
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
     def __enter__(self) -> SummaryRecord:
         return self
@@ -91,8 +82,7 @@ class SummaryCollector(Callback):
                 note(f"SummaryCollector writes no {name.removeprefix('collect_')}: curves and histograms only")
 
     def begin(self, run_context: RunContext) -> None:
-        if self._record is None:
-            self._record = SummaryRecord(str(self._folder))
+        self._record = self._record or SummaryRecord(str(self._folder))
 
     def step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
@@ -179,10 +169,7 @@ class _Watching(WithSettings, Callback):
         return True
 
 
-class EarlyStopping(
-    _Watching, monitor="eval_loss", min_delta=0, patience=0, verbose=False, mode="auto", baseline=None,
-    restore_best_weights=False,
-):  # fmt: skip
+class EarlyStopping(_Watching, **SETTINGS["train.EarlyStopping"]):
     """Stop of training if a value has not improved for ``patience`` epochs, or is not better than ``baseline``.
     ``restore_best_weights``: restore the weights of the best epoch at the end."""
 
@@ -213,10 +200,7 @@ class EarlyStopping(
                 run_context.original_args().network.get_parameter(name).copy_(weight)
 
 
-class ReduceLROnPlateau(
-    _Watching, monitor="eval_loss", factor=0.1, patience=10, verbose=False, mode="auto", min_delta=1e-4, cooldown=0,
-    min_lr=0,
-):  # fmt: skip
+class ReduceLROnPlateau(_Watching, **SETTINGS["train.ReduceLROnPlateau"]):
     """Reduction of the learning rate by ``factor``, down to ``min_lr``, if a value has not improved for ``patience``
     epochs. Then wait ``cooldown`` epochs."""
 

@@ -15,12 +15,21 @@ from torch import nn
 from shardwise import Mesh, rank
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context, protobuf
-from shardwise.mindspore.checks import unknown_words
-from shardwise.mindspore.holding import Held, gathered, hold, holding_of, is_elsewhere, joined, own_shard
+from shardwise.mindspore.checks import note, unknown_words
+from shardwise.mindspore.holding import (
+    Held,
+    checkpoint_buffers,
+    checkpoint_names,
+    gathered,
+    hold,
+    holding_of,
+    is_elsewhere,
+    joined,
+    own_shard,
+    unwrapped,
+)
 from shardwise.mindspore.library import format_layout, load_exported, parse_layout, save_exported
 from shardwise.mindspore.nn.optimizer import Optimizer
-from shardwise.mindspore.notes import note
-from shardwise.mindspore.parameter_names import checkpoint_buffers, checkpoint_names, unwrapped
 from shardwise.mindspore.tensor import Parameter, as_torch
 
 FORMAT = "shardwise-rank-checkpoint"
@@ -76,8 +85,7 @@ def save_checkpoint(
             kept[name] = gathered(tensor, holding_of(tensor)), None, None
         elif not is_elsewhere(tensor):
             kept[name] = tensor, holding_of(tensor), None
-    states: dict[str, tuple[torch.Tensor, nn.Parameter | None]] = {} if optimizer is None else optimizer.states()
-    for name, (state, parameter) in states.items():
+    for name, (state, parameter) in ({} if optimizer is None else optimizer.states()).items():
         holding = holding_of(parameter) if parameter is not None and state.shape == parameter.shape else None
         if integrated_save and holding is not None:
             kept[name] = gathered(state, holding), None, parameter
@@ -135,12 +143,8 @@ def _paths(module: nn.Module) -> dict[int, str]:
 def entry_of(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"data": tensor.detach().as_subclass(torch.Tensor).cpu().clone()}
     if holding is not None:
-        entry |= {
-            "shape": list(holding.shape),
-            "mesh": list(holding.layout.mesh.axes),
-            "layout": format_layout(holding.layout),
-            "ranks": list(holding.ranks),
-        }
+        mesh, text = list(holding.layout.mesh.axes), format_layout(holding.layout)
+        entry |= {"shape": list(holding.shape), "mesh": mesh, "layout": text, "ranks": list(holding.ranks)}
     return entry
 
 
@@ -165,12 +169,8 @@ def load_checkpoint(
     parameters, info, _ = read(ckpt_file_name)
     without, only = (() if prefix is None else (prefix,) if isinstance(prefix, str) else tuple(prefix)
                      for prefix in (filter_prefix, specify_prefix))  # fmt: skip
-    kept = {
-        name: entry
-        for name, entry in parameters.items()
-        if not name.startswith(without) and (not only or name.startswith(only))
-        and (choice_func is None or choice_func(name))
-    }  # fmt: skip
+    names = [name for name in parameters if not name.startswith(without) and (not only or name.startswith(only))]
+    kept = {name: parameters[name] for name in names if choice_func is None or choice_func(name)}
     if parameters and not kept:
         what = f"none of the {len(parameters)} parameters of {ckpt_file_name} is chosen"
         raise ValueError(problem(what, fix=f"prefixes of {', '.join(list(parameters)[:3])}, ..."))
@@ -298,11 +298,8 @@ def load_param_into_net(
     Raises:
         RuntimeError: for other shapes, and with ``strict_load`` for other dtypes; nothing is changed then.
     """
-    entries = {
-        name: entry
-        for name, entry in parameter_dict.items()
-        if isinstance(entry, torch.Tensor) and not getattr(entry, "is_info", False)
-    }
+    tensors = {name: entry for name, entry in parameter_dict.items() if isinstance(entry, torch.Tensor)}
+    entries = {name: entry for name, entry in tensors.items() if not getattr(entry, "is_info", False)}
     if isinstance(net, Optimizer):
         taken = net.load_states({name: entry for name, entry in entries.items() if getattr(entry, "is_state", False)})
         return [name for name in net.states() if name not in taken], [name for name in entries if name not in taken]
