@@ -348,7 +348,7 @@ def precision_body(precision: Precision) -> dict[str, Any]:
         return {}
     autocast = precision.autocast
     dtypes = {name: _text(getattr(precision, name)) for name in DTYPES}
-    dtypes |= {} if precision.products is None else {"products": _text(precision.products)}
+    dtypes |= {} if precision.products is None else {"products": precision.products}
     return {
         "precision": dtypes | ({} if autocast is None else {"autocast": f"{autocast.device} {_text(autocast.dtype)}"})
     }
@@ -365,8 +365,8 @@ def precision_of(data: Any) -> Precision:
         raise PlanError(what)
     try:
         compute, parameter, reduce = (_dtype(data[name]) for name in DTYPES)
-        products = _dtype(data.get("products", ""))
-        precision = Precision(compute, parameter, reduce, _autocast(data.get("autocast", "")), products)
+        autocast, products = _autocast(data.get("autocast", "")), data.get("products")
+        precision = Precision(compute, parameter, reduce, autocast, products)
     except ShardwiseError as error:
         raise PlanError(f"precision: {error}") from error
     if precision.is_models:

@@ -141,7 +141,12 @@ class SpmdProgram:
         ordered: list[tuple[Conversion | Bucket, Collective]] = []
         returning: GradientReduceQueue[tuple[tuple[Conversion | Bucket, Collective], ...]] = GradientReduceQueue()
         for step in backward_order(self.steps):
-            if isinstance(step, OpStep) or not any(map(self.receives_gradient, step.conversions)):
+            if isinstance(step, OpStep):
+                largest = self.largest.get(step.placed.op.name)
+                if largest is not None and not self._reached.isdisjoint(step.results):
+                    ordered += [(largest, collective) for collective in largest.collectives()]
+                continue
+            if not any(map(self.receives_gradient, step.conversions)):
                 continue
             sent = [(step, collective) for collective in step.collectives(backward=True)]
             if sent and _of_parameters(step):
@@ -156,6 +161,13 @@ class SpmdProgram:
         if in_passes:
             ordered.sort(key=lambda sent: self.is_once(sent[0]))
         return tuple(collective for _, collective in ordered)
+
+    @cached_property
+    def largest(self) -> Mapping[str, Conversion]:
+        """Map operators whose backward needs the largest cotangent of all ranks (``OpRule.largest``) to its conversion.
+        Plans do not list it: it follows from the layout of the operator's result."""
+        steps = (step for step in self.steps if isinstance(step, OpStep) and step.placed.rule.largest is not None)
+        return {step.placed.op.name: step.largest(self.graph) for step in steps}
 
     def receives_gradient(self, conversion: Conversion) -> bool:
         """Return whether a cotangent of the loss reaches the conversion's result."""
