@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -83,7 +84,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, of_x: Tensor, of_weight: Tensor, of_columns: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, of_x, of_weight, of_columns)
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(_rows(x), x.shape[-1])
         result = _product(_rounded(flat, of_x, E4M3), _rounded(weight, of_weight, E4M3), x.dtype)
         return result.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -93,7 +94,7 @@ class _Linear(torch.autograd.Function):
         x, weight, of_x, of_weight, of_columns = ctx.saved_tensors
         by_rows, last = of_columns is not None, gradient.dim() - 1
         of_gradient = LARGEST(gradient, [last] if by_rows else list(range(last + 1)))
-        dy, flat = gradient.reshape(-1, weight.shape[0]), x.reshape(-1, x.shape[-1])
+        dy, flat = (tensor.reshape(_rows(tensor), tensor.shape[-1]) for tensor in (gradient, x))
         of_x_needed, of_weight_needed = ctx.needs_input_grad[:2]
         dx = dw = None
         if by_rows:
@@ -108,6 +109,10 @@ class _Linear(torch.autograd.Function):
             if of_weight_needed:
                 dw = _product(_turned((rounded_dy, scale)), _turned(_rounded(flat, of_x, E4M3)), x.dtype)
         return None if dx is None else dx.reshape(x.shape), dw, None, None, None
+
+
+def _rows(x: Tensor) -> int:
+    return prod(x.shape[:-1])
 
 
 def _turned(rounded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
