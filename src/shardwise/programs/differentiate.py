@@ -290,7 +290,7 @@ class _StepWriter:
         ]
         flights = [self.exchanges.on_its_way(self._exchange(entry, backward=False)) for entry in departing]
         places = [self.spmd.place_of(entry.conversions) for entry in departing]
-        start, *slots = legs_ahead([len(legs) - 1 for legs in flights], places)
+        start, *slots = legs_ahead([len(legs) - 1 for legs in flights], places, self.spmd.lifetimes.prefetch)
         needed = {id(entry): (slot, legs[-1]) for entry, slot, legs in zip(departing, slots, flights, strict=True)}
         forward += [instruction for flight, leg in start for instruction in flights[flight][leg]]
         conversions = (c for entry in entries if isinstance(entry, Bucket) for c in entry.conversions if c.ways)

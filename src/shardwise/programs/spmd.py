@@ -37,15 +37,17 @@ class Lifetimes:
         offloaded: Operators whose kept results are offloaded to the host.
         once: Parameters that a step of several micro-batches casts and gathers once. It also reduces their gradients
             once (``programs.grad_accum_program``).
+        prefetch: The depth of gathers of parameters (``programs.comm_schedule``).
     """
 
     operators: frozenset[str] = frozenset()
     conversions: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
     once: frozenset[str] = frozenset()
+    prefetch: int = 1
 
     def __bool__(self) -> bool:
-        """Return whether a rank's program must be rewritten. This ignores ``once``.
+        """Return whether a rank's program must be rewritten. This ignores ``once`` and ``prefetch``.
 
         Recomputation and offloading change the instructions of a micro-batch (``programs.lifetimes``). ``once`` does
         not: ``programs.grad_accum_program`` moves whole conversions out of the micro-batch. So a policy that has only
@@ -119,7 +121,9 @@ class SpmdProgram:
         run once before it."""
         leaving = [step for step in self.steps if _of_parameters(step) and step.collectives()]
         start, *slots = legs_ahead(
-            [len(bucket.collectives()) for bucket in leaving], [self.place_of(bucket.conversions) for bucket in leaving]
+            [len(bucket.collectives()) for bucket in leaving],
+            [self.place_of(bucket.conversions) for bucket in leaving],
+            self.lifetimes.prefetch,
         )
         slot_of = dict(zip(map(id, leaving), slots, strict=True))
         ordered: list[tuple[Conversion | Bucket, Collective]]
