@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.graph.float8 import PRODUCTS
 from shardwise.graph.head_losses import FEWEST_LOGITS
 
 MARK = "@@"  # ahead of a line of a part
@@ -44,27 +45,32 @@ Lines = Iterator[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Here:
-    """Where a part runs. ``tiny``: small sizes, on the CPU."""
+    """Where a part runs, with small sizes or not."""
 
     tiny: bool
+    kind: str = "cpu"
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu" if self.tiny else "cuda")
+        return torch.device(self.kind)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.kind == "cuda"
 
     def wait(self) -> None:
-        if not self.tiny:
+        if self.is_gpu:
             torch.cuda.synchronize()
 
     def free(self) -> None:
         gc.collect()
-        if not self.tiny:
+        if self.is_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     @property
     def peak_bytes(self) -> int | None:
-        return None if self.tiny else torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated() if self.is_gpu else None
 
     def seconds(self, act: Callable[[], object], times: int = TIMED_STEPS) -> float:
         """Return the seconds of a call, over several after one that warms up."""
@@ -101,7 +107,7 @@ SETTINGS = (
 def environment(here: Here) -> Lines:
     """Versions, and the device as the library sees it."""
     yield {"torch": torch.__version__, "python": platform.python_version(), "shardwise": sw.__version__}
-    if not here.tiny:
+    if here.is_gpu:
         found = torch.cuda.get_device_properties(0)
         yield {"gpu": found.name, "bytes": found.total_memory, "nccl": torch.cuda.nccl.version()}
     yield {"cluster": sw.Cluster.local(1).name, "usable_bytes": sw.Cluster.local(1).device.usable_bytes}
@@ -196,11 +202,32 @@ def _heads_fused_from(logits: int) -> Iterator[None]:
         head_losses.FEWEST_LOGITS = FEWEST_LOGITS
 
 
+def float8(here: Here) -> Lines:
+    """Two layers in bfloat16 and in float8: seconds of forward and backward, and the loss."""
+    width, tokens = (32, 64) if here.tiny else (8192, 16384)
+    for products in (None, *PRODUCTS):
+        here.free()
+        torch.manual_seed(0)
+        layers = (nn.Linear(a, b, bias=False) for a, b in ((width, 4 * width), (4 * width, width)))
+        module = nn.Sequential(*layers).to(here.device, torch.bfloat16)
+        x = torch.randn(tokens, width, device=here.device, dtype=torch.bfloat16)
+        batch, precision = (x, x), sw.Precision(products=products)
+        settings = {"mesh": sw.Mesh(dp=1), "loss": F.mse_loss, "precision": precision}
+        par = sw.parallelize(
+            module, sw.plan(module, batch, 1, **settings), loss=F.mse_loss, compile=not here.tiny, device=here.device
+        )
+        loss = par.step(*batch).item()
+        seconds = here.seconds(partial(par.step, *batch))
+        peak = here.peak_bytes
+        del module, x, batch, par  # before the next round counts its own
+        yield {"products": products or "bfloat16", "loss": loss, "seconds": seconds, "peak_bytes": peak}
+
+
 def copies(here: Here) -> Lines:
     """Bytes per second between the host and the device, from pageable and from pinned memory."""
     num_bytes = 2**20 if here.tiny else 2**30
     for pinned in (False, True):
-        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned and not here.tiny)
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned and here.is_gpu)
         there = torch.empty(num_bytes, dtype=torch.uint8, device=here.device)
         to_device = here.seconds(lambda h=host, t=there: t.copy_(h, non_blocking=True))
         to_host = here.seconds(lambda h=host, t=there: h.copy_(t, non_blocking=True))
@@ -229,6 +256,7 @@ PARTS: Mapping[str, tuple[Callable[[Here], Lines], int]] = {  # with limits in s
     "equal": (equal, 120),
     "peaks": (peaks, 90),
     "head_loss": (head_loss, 60),
+    "float8": (float8, 60),
     "copies": (copies, 30),
     "steps": (steps, 300),
 }
@@ -277,7 +305,7 @@ def main() -> None:
     if not options.dry and not torch.cuda.is_available():
         parser.error("there is no GPU: --dry runs every part on the CPU")
     if options.part:
-        run_part(options.part, Here(options.dry))
+        run_part(options.part, Here(options.dry, "cpu" if options.dry else "cuda"))
         return
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(options.json.open("w")) if options.json else None

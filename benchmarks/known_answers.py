@@ -82,8 +82,8 @@ class Case:
     runs name GPU and interconnect; ``published``: seconds of a step, from ``source``; ``setting``: arguments of
     ``sw.plan`` that fix it; ``software``: what of it attention and dropout are;
     ``framework``: Megatron's, whose steps are priced as rows of that file (empty: another), in ``precision``;
-    ``products``: the dtype of products, if it is another; ``reached``: nodes that a token goes to in DualPipe (0:
-    another schedule)."""
+    ``products``: the dtype of the rate of products, if it is another; ``reached``: nodes that a token goes to in
+    DualPipe (0: another schedule)."""
 
     model: PretrainedConfig | Shape
     hardware: tuple[str, str]
@@ -96,7 +96,7 @@ class Case:
     software: Software = PLAIN
     framework: str = ""
     precision: str = "fp16"
-    products: torch.dtype | None = None
+    products: str = ""
     reached: int = 0
 
     @property
@@ -121,6 +121,7 @@ class Case:
     @property
     def cluster(self) -> sw.Cluster:
         cluster = cluster_of(self.hardware[0], self.num_gpus, 8, self.hardware[1])
+        cluster = cluster.with_products(self.products) if self.products else cluster
         return replace(cluster, device=attending(cluster.device, self.software.attention))
 
     @property
@@ -221,7 +222,7 @@ def mixtral(num_gpus: int, batch: int, tflops: float, strategies: Mapping[str, s
 
 def at_tokens(
     config: PretrainedConfig, hardware: tuple[str, str], num_gpus: int, batch: int, tokens: float,
-    setting: Mapping[str, Any], source: str, products: torch.dtype | None = None,
+    setting: Mapping[str, Any], source: str, products: str = "",
 ) -> Case:  # fmt: skip
     """A mixture of experts on sequences of 4,096, whose step has the published ``tokens`` a second and GPU."""
     length = 4096
@@ -243,7 +244,7 @@ def deepseek_v3() -> Case:
     source += "of 15,360 sequences; sequences of a micro-batch are not published: one a device"
     tokens = 1e12 / (180e3 * 3600)
     config = DeepseekV3Config(use_cache=False)
-    case = at_tokens(config, DEEPSEEK, 2048, 15360, tokens, setting, source, torch.float8_e4m3fn)
+    case = at_tokens(config, DEEPSEEK, 2048, 15360, tokens, setting, source, "f8")
     return replace(case, reached=config.topk_group)
 
 
@@ -265,7 +266,7 @@ def qwen3_235b() -> Case:
         "strategies": {"model.layers.*.mlp.experts": "K@(dp,tp)"},
     }  # fmt: skip
     source = f"{BRIDGE}; the table leaves the batch out, 2,048 assumed"
-    return at_tokens(config, INFINIBAND, 256, 2048, 1575, setting, source, torch.float8_e4m3fn)
+    return at_tokens(config, INFINIBAND, 256, 2048, 1575, setting, source, "f8")
 
 
 def gpt_oss_120b() -> Case:
@@ -325,7 +326,7 @@ def planned(case: Case, setting: Mapping[str, Any]) -> tuple[sw.Plan, float]:
     start = time.process_time()
     plan = sw.plan(
         module, cluster=case.cluster, global_batch=case.batch,
-        precision=sw.Precision(compute=torch.bfloat16, products=case.products),
+        precision=sw.Precision(compute=torch.bfloat16),
         optimizer="adamw fused", search="dynamic_programming", **inputs, **setting,
     )  # fmt: skip
     return plan, time.process_time() - start
@@ -348,7 +349,7 @@ def in_dual_pipe(case: Case) -> float:
     plan, _ = planned(small, setting)
     graph = capture(module, inputs["example_inputs"], inputs["kwargs"], precision=plan.precision).graph
     passes = case.batch // mesh.num_devices
-    events = events_of(program_of(plan, graph, training=True), small.cluster.with_products("f8"), mesh, passes)
+    events = events_of(program_of(plan, graph, training=True), small.cluster, mesh, passes)
     nodes = dict(mesh.axes)["ep"] // case.place.levels[0].size
     layers, width = case.model.num_hidden_layers, config.hidden_size
     pipe = DualPipe(case.setting["stages"], layers, passes, case.length, width, nodes, case.reached)

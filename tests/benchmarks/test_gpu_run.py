@@ -22,7 +22,10 @@ def lines(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize(
     "parts",
-    [["environment"], pytest.param(["equal", "peaks", "head_loss", "copies", "steps"], marks=pytest.mark.long)],
+    [
+        ["environment"],
+        pytest.param(["equal", "peaks", "head_loss", "float8", "copies", "steps"], marks=pytest.mark.long),
+    ],
     ids="-".join,
 )
 def test_every_part_answers(parts: list[str]) -> None:

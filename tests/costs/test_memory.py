@@ -98,6 +98,7 @@ SEQUENCES: dict[str, Any] = {"mesh": sw.Mesh(tp=2), "strategies": MEGATRONS, "se
 HYBRID: dict[str, Any] = {"mode": "data_parallel", "mesh": sw.Mesh(node=2, gpu=2), "zero": sw.Zero(3, over=("gpu",))}
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("transformer", 2, {"mode": "data_parallel", "zero": 3, "recompute": "full"}),
+    ("transformer", 2, {"mode": "data_parallel", "zero": 3, "recompute": "full", "prefetch": 3}),
     ("transformer", 2, {"mode": "data_parallel", "zero": 3, "large": 2**15}),
     ("transformer", 2, {"search": "dynamic_programming", "mesh": sw.Mesh(dp=2), "memory_bytes": 25e6}),
     ("transformer", 4, {"mesh": sw.Mesh(dp=2, tp=2), "strategies": TENSOR_PARALLEL, "search": "sharding_propagation"}),
@@ -120,11 +121,11 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 @pytest.mark.sampled(1)
 def test_predicted_memory_is_that_of_real_ranks(name: str, ranks: int, options: dict[str, Any], run_ranks: Any) -> None:
     model, inputs = _model(name)
-    large = options.get("large", moves.LARGE)
-    options = {key: value for key, value in options.items() if key != "large"}
+    large, depth = options.get("large", moves.LARGE), options.get("prefetch", 1)
+    options = {key: value for key, value in options.items() if key not in ("large", "prefetch")}
     kwargs = inputs if isinstance(inputs, dict) else None
     args = () if kwargs else inputs
-    plan = sw.plan(model, args, ranks, kwargs=kwargs, **options)
+    plan = replace(sw.plan(model, args, ranks, kwargs=kwargs, **options).plan, prefetch=depth)
     if "gathers" in options.get("recompute", ""):
         assert any(own.again and own.forward for stage in plan.stages for own in stage.conversions or ())
     with mock.patch.object(moves, "LARGE", large):

@@ -145,6 +145,9 @@ def test_legs_have_the_time_from_place_to_place() -> None:
     """Three exchanges of two messages, the last two in one place, and one of one message behind them."""
     ahead = legs_ahead([2, 2, 2, 1], [0, 4, 4, 9])
     assert ahead == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1), (2, 1)], [(3, 0)], [], []]
+    deeper = legs_ahead([2, 2, 2, 1], [0, 4, 4, 9], depth=2)
+    assert deeper == [[(0, 0), (1, 0), (2, 0)], [(3, 0), (0, 1), (1, 1), (2, 1)], [], [], []]
+    assert legs_ahead([1] * 5, [*range(5)], depth=3) == [[(0, 0), (1, 0), (2, 0)], [(3, 0)], [(4, 0)], [], [], []]
     returning: GradientReduceQueue[str] = GradientReduceQueue()
     assert [*returning.leave(9, True, ["a", "arrive a"])] == ["a"]
     assert [*returning.leave(4, True, ["b", "b2", "arrive b"])] == ["b", "arrive a"]

@@ -44,7 +44,7 @@ _PLAIN = (
     "zero",
 )
 _PRICED = {"search": "dynamic_programming"}
-_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "f8": "float8_e4m3fn"}
+_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
 def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> None:
@@ -137,13 +137,14 @@ def _precision(text: str) -> Any:
     from shardwise.graph.step_precision import Precision
 
     pairs = _pairs(text.split(","), "--precision") if "=" in text else {"compute": text}
+    named = {"products": pairs.pop("products")} if "products" in pairs else {}
     wrong = [f"{key}={value}" for key, value in pairs.items() if value not in _DTYPES and value not in _DTYPES.values()]
-    if wrong or pairs.keys() - {"compute", "parameter", "reduce", "products"}:
+    if wrong or pairs.keys() - {"compute", "parameter", "reduce"}:
         raise ShardwiseError(
             f"cannot parse --precision {text!r}",
-            fix=f"compute=, parameter=, reduce=, each {', '.join(_DTYPES)}: compute=bf16,parameter=f32",
+            fix=f"compute=, parameter=, reduce=, each {', '.join(_DTYPES)}; products=float8: compute=bf16,reduce=f32",
         )
-    return Precision(**{key: getattr(torch, _DTYPES.get(value, value)) for key, value in pairs.items()})
+    return Precision(**{key: getattr(torch, _DTYPES.get(value, value)) for key, value in pairs.items()}, **named)
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------

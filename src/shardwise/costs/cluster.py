@@ -78,7 +78,7 @@ class Device:
     seconds that the host takes to start a kernel; kernels wait for it where it is slower than they (0: they never do).
     ``spread``: nine of ten steps take between the predicted seconds of operators divided by ``1 + spread`` and these
     times it; ``memory_spread``: the same of peaks (0: not known). ``products``: the dtype in which products in bf16 and
-    f16 are priced, in place of their own (empty: none; ``Precision.products``).
+    f16 are priced, in place of their own (empty: none): what another software would take.
     """
 
     name: str

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.graph.attention_within import ATTENTION_WITHIN, num_pairs
 from shardwise.graph.einsum import terms_of
+from shardwise.graph.float8 import FLOAT8_LINEAR
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.head_loss import HEAD_LOSS, HEAD_TERMS
 from shardwise.graph.ir import Graph
@@ -151,6 +152,8 @@ FLOPS: dict[torch._ops.OpOverload, Flops] = {
     aten.linear.default: _contraction(0),
     aten.matmul.default: _contraction(0),
     aten.mm.default: _contraction(0),
+    aten._scaled_mm.default: _contraction(0),
+    FLOAT8_LINEAR: _contraction(0),
     aten.bmm.default: _contraction(0),
     aten.mv.default: _contraction(0),
     aten.dot.default: _contraction(0),

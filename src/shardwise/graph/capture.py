@@ -7,6 +7,7 @@
     fold_masks      attention with known masks, repeated heads grouped                    attention_masks.py
     normalize       forms whose factors can all be split                                  normalize.py
     fuse_head_losses          a head and its cross entropy without whole logits      head_losses.py
+    round_products            products of linear layers in float8                  float8.py
     eliminate_expert_sorts    rows sorted by expert, computed in their original order     expert_sort_elimination.py
     align_lookups   lookups that pair a dim's rows with their positions, element-wise in it    lookups.py
     eliminate_dead_code, assign_names                                                     dead_code.py, naming.py
@@ -45,6 +46,7 @@ from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.expert_loops import merge_expert_loops
 from shardwise.graph.expert_sort_elimination import eliminate_expert_sorts
+from shardwise.graph.float8 import round_products
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.graph_invariants import verify_graph
 from shardwise.graph.head_losses import fuse_head_losses, fused_heads
@@ -275,6 +277,7 @@ def _to_graph(
     graph, folded = fold_masks(graph, constants)
     constants |= folded
     graph = fuse_head_losses(normalize(graph), _strategies(traced.regions, graph), fused)
+    graph = round_products(graph, precision.products)
     graph = align_lookups(eliminate_expert_sorts(graph), constants)
     graph = with_reductions(assign_names(eliminate_dead_code(graph)))
     scopes = _scope_names(traced.regions, functionalizer.region_paths)

@@ -15,11 +15,11 @@ from torch import nn
 
 from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.graph.autocast import Autocast, no_autocast
+from shardwise.graph.float8 import PRODUCTS
 from shardwise.graph.ir import Graph, Value
 
 DTYPES = ("compute", "parameter", "reduce")
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-PRODUCTS = (torch.float8_e4m3fn,)  # dtypes in which products are priced
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +35,21 @@ class Precision:
             gathered.
         parameter: dtype in which parameters, their gradients and the optimizer's states are kept.
         reduce: dtype in which gradients of parameters are summed over devices (None: the one they are computed in).
-        products: dtype in which products in bfloat16 or float16 are priced (float8_e4m3fn), not attention and
-            convolutions. For prices only, until they are executed: ``sw.parallelize`` and ``sw.verify`` refuse such a
-            plan. Casts, scales and smaller messages are not priced, nor is memory: values are kept as computed.
+        products: how linear layers in bfloat16 multiply: "float8" (one dynamic scale per tensor) or "float8 rows" (one
+            per row; gradients of weights in bfloat16), forward and backward (``graph.float8``). Other products stay
+            as they are, and so do layers whose sizes are no multiples of 16, about which capture warns.
         autocast: the ``torch.autocast`` around the call, instead of the above; ``sw.plan`` sets it if one is active.
 
     Raises:
-        ShardwiseError: a dtype is not float64, float32, bfloat16 or float16 (products: float8_e4m3fn), or ``autocast``
-            is combined with dtypes.
+        ShardwiseError: a dtype is not float64, float32, bfloat16 or float16, ``products`` is unknown, or ``autocast``
+            is combined with other fields.
     """
 
     compute: torch.dtype | None = None
     parameter: torch.dtype | None = None
     reduce: torch.dtype | None = None
     autocast: Autocast | None = None
-    products: torch.dtype | None = None
+    products: str | None = None
 
     def __post_init__(self) -> None:
         wrong = [(name, dtype) for name in DTYPES if (dtype := getattr(self, name)) not in (None, *FLOATING)]
@@ -63,10 +63,10 @@ class Precision:
             )
         if self.products not in (None, *PRODUCTS):
             raise ShardwiseError(
-                f"Precision(products={self.products!r}): not a dtype in which products are priced",
-                fix=f"choose {' or '.join(map(str, PRODUCTS))}; compute= has the others",
+                f"Precision(products={self.products!r}): not a way to multiply",
+                fix=f"choose {' or '.join(map(repr, PRODUCTS))}; compute= has the dtypes",
             )
-        fields = [name for name in DTYPES if getattr(self, name) is not None]
+        fields = [name for name in (*DTYPES, "products") if getattr(self, name) is not None]
         if self.autocast is not None and fields:
             raise ShardwiseError(
                 f"{self.autocast} is active with a Precision of {', '.join(fields)}: both would set the casts",
@@ -88,14 +88,6 @@ class Precision:
         honoured."""
         ambient = Autocast.ambient()
         return self if ambient in (None, self.autocast) else replace(self, autocast=ambient)
-
-    def check_executed(self, what: str) -> None:
-        """Raise ShardwiseError naming ``what`` if products are only priced in their dtype."""
-        if self.products is not None:
-            raise ShardwiseError(
-                f"{what} computes no products in {self.products} yet: the plan is for prices only",
-                fix="plan again with a Precision without products=",
-            )
 
     @property
     def lost_share(self) -> float:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.graph.custom_operators import dropout_mask, mask_columns, uniform
+from shardwise.graph.float8 import linear
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op
 from shardwise.graph.normalize_random import alpha_scale
@@ -199,7 +200,7 @@ class Reference(TorchFunctionMode):
     ``passes``: the samples of micro-batches, over each of which training batch norm takes its statistics, one after
     another. ``dtypes``: those of tensors before they were widened. ``averaged``: the identities of running means that
     average over all batches so far. ``models_default``: torch's default dtype at capture, to which data in Python code
-    is rounded.
+    is rounded. ``rounded``: the memories of weights whose products are in float8, and whether by rows.
     """
 
     def __init__(
@@ -211,8 +212,10 @@ class Reference(TorchFunctionMode):
         dtypes: Dtypes | None = None,
         averaged: Collection[int] = (),
         models_default: torch.dtype | None = None,
+        rounded: Mapping[int, bool] | None = None,
     ) -> None:
         super().__init__()
+        self.rounded = dict(rounded or {})
         self.averaged = averaged
         self.passes, self.widens, self.dtypes = tuple(passes), widens, dtypes or Dtypes()
         self.models_default = models_default or torch.get_default_dtype()
@@ -225,6 +228,10 @@ class Reference(TorchFunctionMode):
         if replacement is not None:
             result = replacement(self, *args, **kwargs)
             return result.requires_grad_() if kwargs.get("requires_grad") else result
+        return self.call(func, args, kwargs)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function that is not replaced."""
         if not self.widens:
             return func(*args, **kwargs)
         if getattr(func, "__self__", None) is _DTYPE:
@@ -477,6 +484,22 @@ _NEW: Any = torch.Tensor.new
 _CASTS_TO = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as})  # what they are told
 
 
+def _linear(
+    mode: Reference, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Round the operands of products in float8, those of every micro-batch by themselves."""
+    by_rows = mode.rounded.get(storage_of(weight))
+    if by_rows is None:
+        result: torch.Tensor = mode.call(torch._C._nn.linear, (input, weight, bias), {})
+        return result
+    rows, rest = divmod(input.shape[0], max(sum(mode.passes), 1))  # of a sample
+    alone = len(mode.passes) < 2 or rest or input.dim() < 2
+    sizes = [input.shape[0]] if alone else [rows * samples for samples in mode.passes]
+    x = _wide_argument(input) if mode.widens else input
+    product = torch.cat([linear(part, weight, by_rows) for part in x.split(sizes)])
+    return product if bias is None else product + bias
+
+
 def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Apply batch norm per micro-batch, if there are several."""
     rows, rest = divmod(input.shape[0], max(sum(mode.passes), 1))  # of a sample
@@ -493,6 +516,7 @@ def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any)
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.linear: _linear,
     **{
         function: partial(_from_data, function)
         for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, _NEW)

@@ -20,6 +20,7 @@ from shardwise.errors import LayoutError, NotationError, caret
 from shardwise.layouts.choice import (
     BY_KEY,
     INVARIANT,
+    REPLICATED,
     AxisChoice,
     ByKey,
     PassSum,
@@ -154,6 +155,8 @@ def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
             raise LayoutError(f"mesh axis {axis} is used twice")
         if isinstance(choice, PassSum) and choice.group >= len(rule.linear):
             raise LayoutError(f"a partial sum cannot pass through {rule}: not linear ({choice}@{axis})")
+        if choice == REPLICATED and rule.largest is not None:
+            raise LayoutError(f"products in float8 round whole cotangents: R@{axis} leaves partial ones (omit it)")
         if isinstance(choice, ByKey):
             if rule.keyed is None:
                 raise LayoutError(f"rows cannot follow keys through {rule} (K@{axis})")

@@ -259,7 +259,7 @@ class Planning:
         sizes_messages = parallel.bucket_bytes is None and parallel.stages is None and parallel.schedule is None
         return SearchConfig(
             self.search, self.request.training.optimizer, 1, self.request.search.memory_bytes, bucket_bytes,
-            sizes_messages, parallel.layouts or {}, zero=parallel.zero_config, known=self.known,
+            sizes_messages, layouts=parallel.layouts or {}, zero=parallel.zero_config, known=self.known,
             imbalance=float(parallel.imbalance),
         )  # fmt: skip
 
@@ -361,7 +361,7 @@ class Planning:
         pricing = PricingEntry.of(self.request.cluster, settings.memory_bytes, separate)
         plan = replace(
             self.template, stages=(stage,), pricing=pricing, predicted=self._predicted(planned),
-            micro_batches=settings.passes, bucket_bytes=planned.bucket_bytes,
+            micro_batches=settings.passes, bucket_bytes=planned.bucket_bytes, prefetch=planned.spmd.lifetimes.prefetch,
         )  # fmt: skip
         if searched is None or planned.ranking is None:
             return PlanningResult(plan)

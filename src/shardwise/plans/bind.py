@@ -108,7 +108,8 @@ def program_of_choice(
     else:
         gathers_again = any(entry.again for entry in stage.parameters)
         spmd = fill(spmd, plan.bucket_bytes, original, by_block=gathers_again)
-    spmd = replace(spmd, lifetimes=_lifetimes(stage, spmd, graph, listed=is_planned and stage.conversions is not None))
+    lifetimes = _lifetimes(stage, spmd, graph, listed=is_planned and stage.conversions is not None)
+    spmd = replace(spmd, lifetimes=replace(lifetimes, prefetch=plan.prefetch))
     spmd = _with_once(stage, spmd, graph, listed=is_planned and stage.conversions is not None)
     if is_planned and stage.conversions is not None:
         _check_strategies(stage, graph, choice)
@@ -142,7 +143,7 @@ def _listed_buckets(stage: Stage, spmd: SpmdProgram) -> list[Bucket]:
 
 
 def _lifetimes(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -> Lifetimes:
-    """Return the memory policy that the stage lists, without ``once`` (``_with_once``).
+    """Return the memory policy that the stage lists, without ``once`` (``_with_once``) and ``prefetch``.
 
     ``listed``: the stage lists the conversions of exactly this program. Then backward repeats the conversions that are
     listed with ``again``. In any other program (other sizes, evaluation) it repeats:

@@ -42,12 +42,14 @@ _MOST_NAME = 2**10
 _MOST_DIMS = 64
 _MOST_STAGES = 2**10
 _MOST_PASSES = 2**20
+_MOST_PREFETCHED = 2**10
 _LINES = "pricing.cluster"  # the only text of several lines
 _NAMES: dict[type, str] = {
     str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object",
 }  # fmt: skip
 _SETTINGS: dict[str, type] = {"mode": str, "search": str, "optimizer": str, "training": bool, "bucket_bytes": int}
 _OTHERS = (
+    "prefetch",
     "micro_batches",
     "imbalance",
     "constants",
@@ -168,7 +170,8 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
     return {
         "stages": tuple(read),
         **{key: _field(body, key, kind, key) for key, kind in _SETTINGS.items()},
-        "micro_batches": _micro_batches(body),
+        "micro_batches": _count(body, "micro_batches", _MOST_PASSES),
+        "prefetch": _count(body, "prefetch", _MOST_PREFETCHED),
         "constants": _lines(body, "constants"),
         "per_micro_batch": _terms(body),
         "imbalance": _imbalance(body),
@@ -179,12 +182,13 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _micro_batches(body: dict[str, Any]) -> int:
-    if "micro_batches" not in body:
+def _count(body: dict[str, Any], name: str, most: int) -> int:
+    """Return a number that has an entry only if it is above 1."""
+    if name not in body:
         return 1
-    count: int = _field(body, "micro_batches", int, "micro_batches")
-    if not 1 < count <= _MOST_PASSES:
-        raise PlanError(f"micro_batches is {_shown(count)}, not a number from 2 to {_MOST_PASSES:,} (of one, no entry)")
+    count: int = _field(body, name, int, name)
+    if not 1 < count <= most:
+        raise PlanError(f"{name} is {_shown(count)}, not a number from 2 to {most:,} (of one, no entry)")
     return count
 
 
@@ -306,7 +310,7 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
             f"{len(stages)} stages on {num_places} places"
         )
     if schedule.is_solved:
-        check_order(schedule, num_places, _micro_batches(body))
+        check_order(schedule, num_places, _count(body, "micro_batches", _MOST_PASSES))
     elif order:
         raise PlanError(f"order is for a solved schedule, and the plan has {schedule.name}")
     plan_fields = {"schedule": schedule.name, "order": tuple(order)}
@@ -348,7 +352,7 @@ def precision_body(precision: Precision) -> dict[str, Any]:
         return {}
     autocast = precision.autocast
     dtypes = {name: _text(getattr(precision, name)) for name in DTYPES}
-    dtypes |= {} if precision.products is None else {"products": _text(precision.products)}
+    dtypes |= {} if precision.products is None else {"products": precision.products}
     return {
         "precision": dtypes | ({} if autocast is None else {"autocast": f"{autocast.device} {_text(autocast.dtype)}"})
     }
@@ -365,8 +369,8 @@ def precision_of(data: Any) -> Precision:
         raise PlanError(what)
     try:
         compute, parameter, reduce = (_dtype(data[name]) for name in DTYPES)
-        products = _dtype(data.get("products", ""))
-        precision = Precision(compute, parameter, reduce, _autocast(data.get("autocast", "")), products)
+        autocast, products = _autocast(data.get("autocast", "")), data.get("products")
+        precision = Precision(compute, parameter, reduce, autocast, products)
     except ShardwiseError as error:
         raise PlanError(f"precision: {error}") from error
     if precision.is_models:

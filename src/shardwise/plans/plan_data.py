@@ -49,6 +49,7 @@ class PlanData:
     constants: tuple[str, ...] = ()
     imbalance: float = IMBALANCE
     per_micro_batch: tuple[str, ...] = ()
+    prefetch: int = 1
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, PlanData) else NotImplemented
@@ -205,6 +206,7 @@ class PlanData:
             "optimizer": self.optimizer,
             "training": self.training,
             "bucket_bytes": self.bucket_bytes,
+            **({"prefetch": self.prefetch} if self.prefetch > 1 else {}),
             **({"micro_batches": self.micro_batches} if self.micro_batches > 1 else {}),
             **({"schedule": self.schedule} if self.schedule else {}),
             **({"order": [*self.order]} if self.order else {}),

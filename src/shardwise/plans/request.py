@@ -225,11 +225,11 @@ class PlanRequest:
 
 
 def _priced(cluster: Cluster, training: TrainingConfig) -> Cluster:
-    """Return the cluster with the products of the request's precision."""
+    """Return the cluster if its devices compute what the request's precision asks for."""
     products = training.precision.products if training.precision is not None else None
-    if products is not None:
-        return cluster.with_products("f8")
-    return replace(cluster, device=replace(cluster.device, products="")) if cluster.device.products else cluster
+    if products is not None and cluster.device.is_cuda:
+        cluster.with_products("f8")
+    return cluster
 
 
 def _grouped(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

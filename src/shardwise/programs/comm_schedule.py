@@ -12,7 +12,9 @@ them share a place, since the work between them is too short to hide a message. 
 *group*: group g holds all buckets of the g-th place.
 
 **Forward** (``legs_ahead``). An exchange of n messages that group g uses issues leg k < n at group g - (n - k). So each
-message overlaps with the computation of one group. Leg n is issued where the result is used.
+message overlaps with the computation of one group. Leg n is issued where the result is used. With a *prefetch depth* of
+d, all of these legs are issued d - 1 groups earlier: a long message overlaps with several short groups, and its result
+takes memory for as long.
 
 **Backward** (``GradientReduceQueue``). An exchange issues leg 0 when its bucket is reached. When a bucket of another
 place starts, every exchange in flight issues its next leg. A final arrival is issued there only if forward gathers the
@@ -31,26 +33,27 @@ from typing import Generic, TypeVar
 Leg = TypeVar("Leg")
 
 
-def legs_ahead(counts: Sequence[int], places: Sequence[int]) -> list[list[tuple[int, int]]]:
+def legs_ahead(counts: Sequence[int], places: Sequence[int], depth: int = 1) -> list[list[tuple[int, int]]]:
     """Return when to issue every leg but the final arrivals, as lists of (exchange, leg) pairs.
 
     Entry 0 lists the legs to issue before everything else. Entry i + 1 lists those to issue just before the final
     arrival of exchange i. The first exchange of a group issues the legs of the whole group. Within an entry, first legs
-    come before legs that wait for an arrival. Where g - (n - k) is negative, leg 0 goes to entry 0 and any other leg to
-    the first group.
+    come before legs that wait for an arrival. Where the group of a leg is negative, leg 0 goes to entry 0 and any other
+    leg to the first group.
 
     Args:
         counts: Number of messages n of each exchange, in the order in which their results are used.
         places: The place of each exchange, in the same order.
+        depth: The prefetch depth, from 1.
     """
     firsts = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if a != b)] if places else []
     groups = [range(begin, end) for begin, end in pairwise([*firsts, len(places)])]
     ahead: list[list[tuple[int, int]]] = [[] for _ in range(len(counts) + 1)]
-    most = max(counts, default=0)
+    most = max(counts, default=0) + depth - 1
     for now in range(-most, len(groups)):
         for later in reversed(range(max(now, 0), min(now + most + 1, len(groups)))):
             for exchange in groups[later]:
-                leg = counts[exchange] - (later - now)
+                leg = counts[exchange] - (later - now) + depth - 1
                 if 0 <= leg < counts[exchange]:
                     ahead[0 if now < 0 and leg == 0 else firsts[max(now, 0)] + 1].append((exchange, leg))
     return [sorted(legs, key=lambda one: one[1] > 0) for legs in ahead]

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from shardwise.graph.float8 import LARGEST
 from shardwise.graph.ir import Ref, map_refs, needed_for
 from shardwise.programs.buckets import Bucket, cuts_windows
 from shardwise.programs.casts import before_first_use, cast, computed_name, gradients_of
@@ -289,7 +290,7 @@ class _StepWriter:
         ]
         flights = [self.exchanges.on_its_way(self._exchange(entry, backward=False)) for entry in departing]
         places = [self.spmd.place_of(entry.conversions) for entry in departing]
-        start, *slots = legs_ahead([len(legs) - 1 for legs in flights], places)
+        start, *slots = legs_ahead([len(legs) - 1 for legs in flights], places, self.spmd.lifetimes.prefetch)
         needed = {id(entry): (slot, legs[-1]) for entry, slot, legs in zip(departing, slots, flights, strict=True)}
         forward += [instruction for flight, leg in start for instruction in flights[flight][leg]]
         conversions = (c for entry in entries if isinstance(entry, Bucket) for c in entry.conversions if c.ways)
@@ -453,9 +454,14 @@ class _StepWriter:
         else:
             for name in {name for kernel in kind.kernels for name in kernel.results}:
                 names[name] = f"{entry.results[0]}'{name}"
+            largest = self.spmd.largest.get(entry.local.op)
             first = kind.kernels_beside(weights)
             for kernel in kind.kernels:
-                if kernel in first:
+                if largest is not None and kernel.target is LARGEST:
+                    self.backward.append(self._compute(kernel, names, origin))
+                    (found,) = kernel.results
+                    names[found] = self._of_all_ranks(largest, names[found])
+                elif kernel in first:
                     self.backward.append(self._compute(kernel, names, origin))
                 else:
                     late.append(self._compute(kernel, names, late_origin))
@@ -478,6 +484,13 @@ class _StepWriter:
                 name = names[cotangent]
             self._add_cotangent(entry.names[i], name, why, into)
         return late
+
+    def _of_all_ranks(self, largest: Conversion, found: str) -> str:
+        """Append the exchange of what ranks found in their parts. Return the name of its result."""
+        if not largest.collectives():
+            return found
+        self.backward.append(self.exchanges.convert((largest,), (found,), (largest.result,), backward=False))
+        return largest.result
 
     def _differentiate(
         self,

@@ -240,7 +240,7 @@ def _leaving_early(backward: Sequence[Instruction], spmd: SpmdProgram) -> list[I
     arrivals = [arrival for legs in exchanges if isinstance(arrival := backward[legs[-1][0]], Arrive)]
     assert len(arrivals) == len(exchanges), "an exchange ends with an arrival"
     places = [spmd.place_of(arrival.conversions) for arrival in arrivals]
-    slots = legs_ahead([len(legs) - 1 for legs in exchanges], places)
+    slots = legs_ahead([len(legs) - 1 for legs in exchanges], places, spmd.lifetimes.prefetch)
     starts = [*(legs[0][0] for legs in exchanges[:1]), *(legs[-1][0] for legs in exchanges)]
     ahead: dict[int, list[int]] = {}  # position -> the positions of instructions moved ahead of it
     stay: set[int] = set()

@@ -246,7 +246,8 @@ class Propagation:
             candidates.append(scattered)
         if candidates and len(op.operands) > 1 and any(f.kind in ("sum", "lowered") for f in rule.factors):
             return min(candidates, key=lambda choice: self._cost(op, axis, choice, operands))
-        if "R" in operands:  # inside a lowering: stay replicated, else a split consumer would pay a conversion
+        if "R" in operands and rule.largest is None:
+            # Inside a lowering: stay replicated, else a split consumer would pay a conversion.
             candidates.append(REPLICATED)
         candidates.append(INVARIANT)
         # A partial sum is passed on to a single consumer only, because every consumer would reduce it.

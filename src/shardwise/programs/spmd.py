@@ -37,15 +37,17 @@ class Lifetimes:
         offloaded: Operators whose kept results are offloaded to the host.
         once: Parameters that a step of several micro-batches casts and gathers once. It also reduces their gradients
             once (``programs.grad_accum_program``).
+        prefetch: The depth of gathers of parameters (``programs.comm_schedule``).
     """
 
     operators: frozenset[str] = frozenset()
     conversions: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
     once: frozenset[str] = frozenset()
+    prefetch: int = 1
 
     def __bool__(self) -> bool:
-        """Return whether a rank's program must be rewritten. This ignores ``once``.
+        """Return whether a rank's program must be rewritten. This ignores ``once`` and ``prefetch``.
 
         Recomputation and offloading change the instructions of a micro-batch (``programs.lifetimes``). ``once`` does
         not: ``programs.grad_accum_program`` moves whole conversions out of the micro-batch. So a policy that has only
@@ -119,7 +121,9 @@ class SpmdProgram:
         run once before it."""
         leaving = [step for step in self.steps if _of_parameters(step) and step.collectives()]
         start, *slots = legs_ahead(
-            [len(bucket.collectives()) for bucket in leaving], [self.place_of(bucket.conversions) for bucket in leaving]
+            [len(bucket.collectives()) for bucket in leaving],
+            [self.place_of(bucket.conversions) for bucket in leaving],
+            self.lifetimes.prefetch,
         )
         slot_of = dict(zip(map(id, leaving), slots, strict=True))
         ordered: list[tuple[Conversion | Bucket, Collective]]
@@ -141,7 +145,12 @@ class SpmdProgram:
         ordered: list[tuple[Conversion | Bucket, Collective]] = []
         returning: GradientReduceQueue[tuple[tuple[Conversion | Bucket, Collective], ...]] = GradientReduceQueue()
         for step in backward_order(self.steps):
-            if isinstance(step, OpStep) or not any(map(self.receives_gradient, step.conversions)):
+            if isinstance(step, OpStep):
+                largest = self.largest.get(step.placed.op.name)
+                if largest is not None and not self._reached.isdisjoint(step.results):
+                    ordered += [(largest, collective) for collective in largest.collectives()]
+                continue
+            if not any(map(self.receives_gradient, step.conversions)):
                 continue
             sent = [(step, collective) for collective in step.collectives(backward=True)]
             if sent and _of_parameters(step):
@@ -156,6 +165,13 @@ class SpmdProgram:
         if in_passes:
             ordered.sort(key=lambda sent: self.is_once(sent[0]))
         return tuple(collective for _, collective in ordered)
+
+    @cached_property
+    def largest(self) -> Mapping[str, Conversion]:
+        """Map operators whose backward needs the largest cotangent of all ranks (``OpRule.largest``) to its conversion.
+        Plans do not list it: it follows from the layout of the operator's result."""
+        steps = (step for step in self.steps if isinstance(step, OpStep) and step.placed.rule.largest is not None)
+        return {step.placed.op.name: step.largest(self.graph) for step in steps}
 
     def receives_gradient(self, conversion: Conversion) -> bool:
         """Return whether a cotangent of the loss reaches the conversion's result."""

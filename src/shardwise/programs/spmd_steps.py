@@ -7,8 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
+import torch
+
+from shardwise.graph.ir import Graph
 from shardwise.layouts.conversions import Collective, Move, collective_of
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.redistribute import redistribute
 from shardwise.programs.lower import PlacedOp
 
 
@@ -94,3 +98,18 @@ class OpStep:
     @property
     def results(self) -> tuple[str, ...]:
         return self.placed.op.results
+
+    def largest(self, graph: Graph) -> Conversion:
+        """Return the conversion of the largest cotangents that ranks find in their parts of the result to those of all
+        ranks (``OpRule.largest``)."""
+        (name,), (layout,), over = self.results, self.result_layouts, self.placed.rule.largest
+        assert over is not None, f"backward of {self.placed.op.name} needs no largest cotangent"
+        dims = [dim for i, dim in enumerate(layout.dims) if i not in over]
+        kept = {axis for dim in dims for atom in dim for axis in atom.axes}
+        parts = [(axis, "Pmax") for axis in layout.mesh.sub_axes if axis in layout.positions and axis not in kept]
+        source, target = Layout(layout.mesh, tuple(dims), tuple(parts)), Layout(layout.mesh, tuple(dims))
+        moves = redistribute(source, target, differentiable=False)
+        size = max(graph.by_name[name].dtype.itemsize, torch.float32.itemsize)
+        return Conversion(
+            f"{name}'", name, f"{name}'all", source, target, moves, False, size, size, self.placed.op.name
+        )

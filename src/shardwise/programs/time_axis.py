@@ -13,8 +13,8 @@ micro-batch (``I``). Only these conversions along the axis are possible:
 Any other conversion along the axis would need a value of all micro-batches while one of them runs. The loss is then no
 sum over micro-batches, and the model is refused with the operator's name. There is one exception: running statistics
 (batch norm) are, in practice, computed per micro-batch. The operators that compute them from sums over samples treat
-the micro-batch as the batch. So do the terms of the loss that the user names (``per_micro_batch``). They are cut out of
-the graph here, and received as partial sums.
+the micro-batch as the batch. So do scales of products in float8, and the terms of the loss that the user names
+(``per_micro_batch``). Terms are cut out of the graph here, and received as partial sums.
 
 The axis needs no size: operators do the same along it for every length.
 """
@@ -28,6 +28,7 @@ from shardwise.errors import PlanError
 from shardwise.graph.batch import batch_size
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.disjoint import DisjointSets
+from shardwise.graph.float8 import LARGEST
 from shardwise.graph.ir import Graph, Op, Ref, needed_for
 from shardwise.graph.loss_terms import cut_terms
 from shardwise.graph.schema import is_random
@@ -165,6 +166,7 @@ class TimeSplit:
         self.local, statistics = self._running_statistics(loss)
         self.of_inputs = _of_inputs(self.graph, without=self.local)
         apart = statistics | {name for op in self.local for name in self.graph.op_by_name[op].results}
+        apart |= {name for op in self.graph.ops if op.target is LARGEST for name in op.results}
         for op in self.graph.ops:
             self._sum(op, apart)
         if isinstance(self.where[loss], ShardPosition) or (_is_partial(self.where[loss]) and self.where[loss] != "P"):

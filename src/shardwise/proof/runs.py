@@ -16,13 +16,14 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.call_arguments import call_module, divide_targets
 from shardwise.graph.capture import Capture
 from shardwise.graph.fakes import deep_copy
+from shardwise.graph.float8 import rounded_weights
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.loss_terms import cut_terms
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.step_precision import Precision
 from shardwise.graph.to_float64 import WIDE, Dtypes, Reference, reference_mode
-from shardwise.graph.trees import flatten_output, flatten_with_path, leaf_name
+from shardwise.graph.trees import flatten_output, flatten_with_path, leaf_name, storage_of
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.separate_batches import FIRST, TermGraphs
 from shardwise.proof.errors_by_tensor import Values
@@ -152,7 +153,7 @@ class OneDevice:
         )
         terms = None if start.passes.terms is None else self._per_micro_batch(start.passes.terms, step)
         with reference_mode(reference), nullcontext() if self.precision is None else self.precision.around_call():
-            output = self._output()
+            output = self._output(reference)
         leaves, _ = flatten_output(output)
         self._check_outputs(leaves)
         taken = {} if start.passes.terms is None else dict(start.passes.terms.whole.terms)
@@ -226,14 +227,16 @@ class OneDevice:
             "a counter or other state that differs between calls",
         )
 
-    def _output(self) -> Any:
+    def _output(self, reference: Reference) -> Any:
         """Call the module, with a precision on parameters and inputs cast to the compute dtype."""
-        start = self.start
+        start, rounded = self.start, rounded_weights(self.captured.graph)
         if self.precision is None:
+            reference.rounded = {storage_of(self.tensors[name]): by_rows for name, by_rows in rounded.items()}
             return call_module(self.module, start.args, start.kwargs, start.loss)
         args, kwargs, targets, named = divide_targets(self.module, start.args, dict(start.kwargs), start.loss)
         values = self.captured.graph.by_name
         cast = {name: p.to(values[name].dtype) for name, p in self.module.named_parameters() if name in values}
+        reference.rounded = {storage_of(cast[name]): by_rows for name, by_rows in rounded.items()}
         computed = self.precision.computed
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(computed(x.dtype)), (args, kwargs))
         output = torch.func.functional_call(self.module, cast, args, kwargs)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from shardwise.graph.einsum import DOTS, terms_of
+from shardwise.graph.float8 import FLOAT8_LINEAR
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rule, single
@@ -48,6 +51,19 @@ def matmul_rule(op: Op, graph: Graph) -> OpRule:
     return build(
         op, graph, [batched(left, left_matrix), batched(right, right_matrix)], [result], kinds=_SUM, linear=_BILINEAR
     )
+
+
+def float8_linear_rule(op: Op, graph: Graph) -> OpRule:
+    """``... m k, n k, -> ... m n`` with scales of whole tensors, or of rows ``... m``, ``n`` and ``k``. Rounding is not
+    linear: no partial sum passes, and backward takes the largest cotangent of all ranks."""
+    rank, by_rows = len(graph.by_name[op.operands[0]].shape), len(op.operands) == 5
+    rows = (*leading_names(rank - 2), "m") if rank >= 2 else ()
+    scales = [single(rows), single("n"), single("k")] if by_rows else [(), ()]
+    operands, result = [single([*rows, "k"]), single("nk"), *scales], single([*rows, "n"])
+    largest: tuple[int, ...] | None = tuple(range(len(rows) + 1))
+    if by_rows:  # only those of x need rounded cotangents
+        largest = (len(rows),) if graph.by_name[op.operands[0]].requires_grad else None
+    return replace(build(op, graph, operands, [result], kinds=_SUM), largest=largest)
 
 
 def cdist_rule(op: Op, graph: Graph) -> OpRule:
@@ -104,5 +120,6 @@ MATMUL: RuleTable = by_operator(
         "cdist": cdist_rule,
         "outer": rule("m, n -> m n", linear=_BILINEAR),
         "einsum": einsum_rule,
-    }
+    },
+    {FLOAT8_LINEAR: float8_linear_rule},
 )

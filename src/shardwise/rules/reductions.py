@@ -7,6 +7,7 @@ from math import inf
 
 import torch
 
+from shardwise.graph.float8 import LARGEST
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import (
@@ -238,5 +239,6 @@ REDUCTIONS: RuleTable = by_operator(
         "isin.Tensor_Tensor isin.Tensor_Scalar isin.Scalar_Tensor": _is_in,
         "diff": _diff,
         "glu": _glu,
-    }
+    },
+    {LARGEST: partial(reduce_rule, kind="max")},
 )

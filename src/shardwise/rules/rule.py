@@ -145,6 +145,8 @@ class OpRule:
         variants: Pairs (factor, rule). A strategy that names the factor uses this rule (``user_choices.variant``).
         kernel: Replaces a rank's local call by another call with the same result. None: the local call runs.
         keyed: What it does with rows that follow keys. None: it cannot take them.
+        largest: The dims of its result over which backward takes the largest cotangent of all ranks (``graph.float8``).
+            Its backward is not linear, so cotangents must be whole: no axis is ``R``. None: it takes none.
     """
 
     factors: tuple[Factor, ...]
@@ -157,6 +159,7 @@ class OpRule:
     variants: tuple[tuple[str, OpRule], ...] = ()
     kernel: Callable[[LocalOpCall], LocalOpCall] | None = None
     keyed: KeyedRows | None = None
+    largest: tuple[int, ...] | None = None
 
     def factor(self, name: str) -> Factor:
         for factor in self.factors:

@@ -132,7 +132,6 @@ def parallelize(
         raise ShardwiseError(f"seed is a whole number, not {seed!r}")
     check_kinds(module)
     agreed = agree_on_plan(plan)
-    agreed.precision.check_executed("sw.parallelize")
     if _check_ranks(agreed, dist.get_world_size(), compile):
         compile = False
     if device is None:

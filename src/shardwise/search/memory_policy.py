@@ -271,14 +271,16 @@ def with_memory_policy(kept: RankProgram, graph: Graph, memory_policy: MemoryPol
         *(s for s in memory_policy.segments if s.how == "offload"),
     ]
     waiting = {lowered_name for part in offloading for name in part.operators for lowered_name in lowered.get(name, ())}
-    lifetimes = Lifetimes(frozenset(operators), frozenset(conversions), frozenset(waiting))
+    depth = spmd.lifetimes.prefetch
+    lifetimes = Lifetimes(frozenset(operators), frozenset(conversions), frozenset(waiting), prefetch=depth)
     program = with_lifetimes(replace(kept, spmd=replace(spmd, lifetimes=lifetimes)))
     recomputed, repeats = repeated(program)
 
     def listed(operators: frozenset[str]) -> frozenset[str]:  # as a plan lists them: by operator of the model
         return lowered_operators(model_operators(operators, graph), graph, spmd.graph)
 
-    lifetimes = Lifetimes(listed(recomputed) & operators, repeats, listed(offloaded_operators(program)) & waiting)
+    offloaded = listed(offloaded_operators(program)) & waiting
+    lifetimes = Lifetimes(listed(recomputed) & operators, repeats, offloaded, prefetch=depth)
     return replace(program, spmd=replace(spmd, lifetimes=lifetimes))
 
 

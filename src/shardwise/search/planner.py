@@ -59,6 +59,7 @@ from shardwise.search.constants import (
     MAX_LIMIT_RETRIES,
     MAX_OPERATORS_FOR_GREEDY,
     MAX_SIMULATED_OPERATORS,
+    PREFETCH_DEPTHS,
 )
 from shardwise.search.cost_graph import CostGraph
 from shardwise.search.cost_tables import Tables
@@ -328,7 +329,7 @@ class Planner:
         are estimated, unless the ``whole`` program is asked for."""
         memory_policy, mesh = self.settings.memory_policy, candidate.search.mesh
         is_folded = self.folded is not None and not whole
-        size, assignment = self.settings.bucket_bytes, tuple(candidate.assignment)
+        size, assignment = (self.settings.bucket_bytes, self.settings.prefetch), tuple(candidate.assignment)
         key = memory_policy.key, size, mesh, assignment, simulated, is_folded
         built = self.graph_cache.get("programs", key, lambda: self._build(candidate, simulated=simulated, whole=whole))
         return replace(built, candidate=candidate)
@@ -345,7 +346,7 @@ class Planner:
             by_block, assignment = memory_policy.reshard_mode == "again", tuple(candidate.assignment)
             stored = self.graph_cache.get(
                 "stored programs",
-                (search.mesh, assignment, settings.bucket_bytes, by_block, names),
+                (search.mesh, assignment, settings.bucket_bytes, settings.prefetch, by_block, names),
                 lambda: build_stored_program(graph, rules, choice, search.mesh, of_short, self.cache.vjp_cache),
             )
             return simulate_program(stored.with_lifetimes(graph, of_short).busiest, prices)
@@ -353,7 +354,7 @@ class Planner:
         def short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
             if self.annotations or settings.layouts:  # which have names
                 return simulate_short(graph, memory_policy)
-            rest = prices, settings.bucket_bytes, settings.zero
+            rest = prices, (settings.bucket_bytes, settings.prefetch), settings.zero
             simulate = partial(simulate_short, graph, memory_policy)
             return shared_step(self.cache, graph, self.factored, choice, memory_policy, rest, simulate)
 
@@ -462,8 +463,8 @@ class Planner:
         return self._built(built.candidate, simulated=len(self.graph.ops) <= MAX_SIMULATED_OPERATORS, whole=True)
 
     def _sized(self, best: SimulatedCandidate) -> Planner:
-        """Return the planner with the size of messages that makes a candidate's step the shortest, of those that
-        fit. Other sizes than that of the settings have to be clearly faster."""
+        """Return the planner with the size of messages, and then the prefetch depth of gathers, that make a candidate's
+        step the shortest, of those that fit. Others than those of the settings have to be clearly faster."""
         chosen, fastest = self, _seconds(best) * (1 - BUCKET_GAIN)
         if not self.settings.sizes_messages or not fastest or best.num_bytes > self.limit:
             return self
@@ -471,13 +472,25 @@ class Planner:
         for size, smaller in zip(BUCKET_SIZES, (self.settings.bucket_bytes, *BUCKET_SIZES), strict=False):
             if num_bytes <= smaller:  # all of them travel together already
                 break
-            settings = replace(self.settings, bucket_bytes=size, sizes_messages=False)
-            folded = None if self.folded is None else FoldedSteps(self.graph)
-            other = replace(self, settings=settings, folded=folded)
-            built = other._built(best.candidate)
-            if built.num_bytes <= self.limit and _seconds(built) < fastest:
-                chosen, fastest = other, _seconds(built)
+            other, found = self._varied(best.candidate, bucket_bytes=size)
+            if found < fastest:
+                chosen, fastest = other, found
+        fastest *= 1.0 if chosen is self else 1 - BUCKET_GAIN
+        waits = best.step is not None and best.step.exposed > BUCKET_GAIN * best.step.seconds
+        for depth in PREFETCH_DEPTHS if waits else ():
+            other, found = chosen._varied(best.candidate, prefetch=depth)
+            if found >= fastest:
+                break
+            chosen, fastest = other, found
         return chosen
+
+    def _varied(self, candidate: Candidate, **settings: int) -> tuple[Planner, float]:
+        """Return the planner with other settings of messages, and the seconds of a candidate's step with them; infinite
+        if it does not fit."""
+        folded = None if self.folded is None else FoldedSteps(self.graph)
+        other = replace(self, settings=replace(self.settings, sizes_messages=False, **settings), folded=folded)
+        built = other._built(candidate)
+        return other, _seconds(built) if built.num_bytes <= self.limit else inf
 
 
 def _seconds(built: SimulatedCandidate) -> float:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rules.samples.calls import bits, call, ids, plain, x
 from shardwise.graph.attention_within import ATTENTION_WITHIN
+from shardwise.graph.float8 import FLOAT8_LINEAR
 from shardwise.graph.grouped import grouped_mm
 from shardwise.rules.attention_kernels import RING_GRADIENTS, RING_STEP
 
@@ -17,6 +18,9 @@ CONTRACTIONS = [
     call(aten.linear.default, x(3, 4), x(5, 4)),
     call(aten.linear.default, x(4), x(3, 4)),
     call(aten.linear.default, x(2, 3, 2, 4), x(4)),
+    # Of operands without gradients: ranks combine the scales of cotangents (tests/programs/test_float8.py).
+    call(FLOAT8_LINEAR, plain(x(2, 3, 4)), plain(x(5, 4)), plain(x()), plain(x())),
+    call(FLOAT8_LINEAR, plain(x(3, 4)), plain(x(5, 4)), plain(x(3)), plain(x(5)), plain(x(4))),
     call(aten.matmul.default, x(3, 4), x(4, 5)),
     call(aten.matmul.default, x(4), x(4)),
     call(aten.matmul.default, x(4), x(2, 4, 3)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rules.samples.calls import bits, call, ids, leaf, plain, unit, unsplit, x
+from shardwise.graph.float8 import LARGEST
 
 aten = torch.ops.aten
 
@@ -14,6 +15,8 @@ REDUCTIONS = [
     call(aten.sum.dim_IntList, x(2, 3, 4), [-1, 0]),
     call(aten.sum.dim_IntList, x(2, 3), [1], True),
     call(aten.sum.dim_IntList, x(2, 3), None),
+    call(LARGEST, x(2, 3, 4), [0, 1, 2]),
+    call(LARGEST, x(2, 3, 4), [2]),
     call(aten.count_nonzero.default, ids(2, 3, 4)),
     call(aten.count_nonzero.dim_IntList, ids(2, 3, 4), [1]),
     call(aten.histc.default, plain(unit(3, 4)), 5, 0, 1),
