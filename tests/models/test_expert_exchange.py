@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from models.breadth import tiny_of
+from models.zoo_transformers import mixtral
 from raising import raises
 from shardwise.graph.capture import capture
 from shardwise.layouts.text import parse_layout
@@ -29,7 +30,7 @@ CUBE = sw.Mesh(dp=2, ep=2, tp=2)
 
 def planned(name: str, mesh: sw.Mesh, strategy: str = "e@ep", **options: Any) -> tuple[nn.Module, Any, Any]:
     """A small model of transformers, its batch, and its plan with split experts."""
-    tiny = tiny_of(name)
+    tiny = mixtral() if name == "mixtral" else tiny_of(name)
     torch.manual_seed(0)
     module, batch = tiny.build(), tiny.inputs(8)
     experts = {path for path, _ in module.named_modules() if path.endswith("experts") and "shared" not in path}
@@ -49,7 +50,7 @@ CASES: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
     "qwen3, micro-batches": ("qwen3_moe", EP, "K@ep", {"micro_batch": 4}),
 }
 NAMES = (
-    "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe", "jamba",
+    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe", "jamba",
 )  # fmt: skip
 MESHES = (EP, sw.Mesh(dp=2, ep=2), sw.Mesh(ep=2, tp=2), CUBE)
 MORE: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
@@ -202,7 +203,8 @@ def test_cotangents_travel_while_the_gradient_of_the_weight_is_computed(monkeypa
 )
 def test_tokens_travel_in_stages(name: str) -> None:
     # Whether samples meet in an autograd.Function without a rule is not known: its loss is no sum over micro-batches.
-    terms = {"per_micro_batch": ["loss"]} if name == "phimoe" else {}
+    # Mixtral's has a term of balance.
+    terms = {"per_micro_batch": [own]} if (own := {"phimoe": "loss", "mixtral": "aux_loss"}.get(name)) else {}
     module, batch, plan = planned(name, sw.Mesh(ep=2), stages=2, micro_batch=4, **terms)
     assert exchanges(plan), plan
     assert sw.verify(module, batch, plan).is_equal
