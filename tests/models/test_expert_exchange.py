@@ -50,7 +50,8 @@ CASES: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
     "qwen3, micro-batches": ("qwen3_moe", EP, "K@ep", {"micro_batch": 4}),
 }
 NAMES = (
-    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe", "jamba",
+    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe",
+    "phimoe", "jamba",
 )  # fmt: skip
 MESHES = (EP, sw.Mesh(dp=2, ep=2), sw.Mesh(ep=2, tp=2), CUBE)
 MORE: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
