@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from models.breadth import tiny_of
+from models.expert_models import WIDTH, Batched
 from models.zoo_transformers import mixtral
 from raising import raises
 from shardwise.graph.capture import capture
@@ -285,6 +286,17 @@ def test_rows_that_cannot_follow_keys_are_refused() -> None:
     module, batch, _ = planned("qwen3_moe", EP)
     with raises(sw.errors.LayoutError, op="model.layers.0.self_attn.q_proj/linear"):
         sw.plan(module, batch, 4, mesh=EP, strategies={"model.layers.*.self_attn.q_proj": "K@ep"})
+
+
+def test_samples_that_one_axis_splits_stay_there_while_another_splits_positions() -> None:
+    """Two samples, which four owners along two axes do not divide."""
+    module, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), Batched()), (torch.randn(2, 8, WIDTH),)
+    strategies, mesh = {"0": "b@ep", "1": "K@(ep,tp)"}, sw.Mesh(ep=2, tp=2)
+    plan = sw.plan(module, batch, 4, mesh=mesh, strategies=strategies, search="sharding_propagation")
+    assert len(exchanges(plan)) == 3
+    (counts,) = (c for c in plan.collectives() if c.kind == "all_to_all")
+    assert counts.num_bytes == 4 * 2 * 8, "the numbers of rows alone: of an expert each, and of none"
+    assert sw.verify(module, batch, plan).is_equal
 
 
 class WithShared(Block):
