@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from launch.gloo_ranks import RunRanks
-from shardwise.graph.attention_sinks import ATTENTION_WITH_SINKS
 from shardwise.rules.attention_kernels import ATTENTION_ROWS
 from shardwise.rules.ring import RING, zigzag
 
@@ -53,31 +52,6 @@ def attend_in_tiles() -> None:
                 _assert_close(gradient, of_one, tolerance)
 
 
-def attend_with_sinks() -> None:
-    from emulated_gpu.device import record
-
-    generator = torch.Generator().manual_seed(0)
-    distance = torch.arange(16) - torch.arange(16).unsqueeze(-1)
-    for dtype, tolerance in TOLERANCES.items():
-        shapes = (2, 4, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8), (4,)
-        exact = [torch.randn(shape, generator=generator).to(dtype).double() for shape in shapes]
-        operands = [x.to(dtype).cuda().requires_grad_() for x in exact]
-        q, k, v, sinks = (x.requires_grad_() for x in exact)
-        for band in ([], [-15, 0], [-2, 0]):
-            scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 0.3
-            if band:
-                scores = scores.masked_fill((distance < band[0]) | (distance > band[1]), -torch.inf)
-            logits = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 16, 1)], -1)
-            expected = logits.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)
-            record.clear()
-            found = ATTENTION_WITH_SINKS(*operands, None, band, True, 0.3, (16,), (0,), (16,))
-            gradients = torch.autograd.grad(found.sum(), operands)
-            assert not record.waits, record.waits
-            _assert_close(found, expected, tolerance)
-            for gradient, of_one in zip(gradients, torch.autograd.grad(expected.sum(), exact), strict=True):
-                _assert_close(gradient, of_one, 10 * tolerance)
-
-
 def _assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found.detach().cpu().double(), expected.detach(), atol=tolerance, rtol=tolerance)
 
@@ -85,8 +59,3 @@ def _assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.mark.long
 def test_the_kernels_of_a_gpu_give_attention_in_tiles(run_gpu_ranks: RunRanks) -> None:
     run_gpu_ranks(attend_in_tiles, 1)
-
-
-@pytest.mark.long
-def test_the_kernels_of_a_gpu_give_attention_with_sinks(run_gpu_ranks: RunRanks) -> None:
-    run_gpu_ranks(attend_with_sinks, 1)
