@@ -113,8 +113,9 @@ MOST_PARAMETERS = 8  # what else a function takes belongs into a dataclass
 # Those that others' signatures decide, and what users call with names.
 OF_THE_DIALECT = "mindspore/"  # MindSpore's own
 AS_OPERATORS_ARE = {
+    "graph/attention_sinks.py": {"_attention_with_sinks"},
     "graph/attention_within.py": {"_attention_within"},
-    "rules/lowerings/attention.py": {"attention_within"},
+    "rules/lowerings/attention.py": {"attention_with_sinks", "attention_within"},
     "rules/local_kernels.py": {"_scatter_rows"},
     "rules/ring.py": {"__call__"},
 }

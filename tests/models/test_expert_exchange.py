@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from models.breadth import tiny_of
+from models.expert_models import WIDTH, Batched
+from models.zoo_transformers import mixtral
 from raising import raises
 from shardwise.graph.capture import capture
 from shardwise.layouts.text import parse_layout
@@ -29,7 +31,7 @@ CUBE = sw.Mesh(dp=2, ep=2, tp=2)
 
 def planned(name: str, mesh: sw.Mesh, strategy: str = "e@ep", **options: Any) -> tuple[nn.Module, Any, Any]:
     """A small model of transformers, its batch, and its plan with split experts."""
-    tiny = tiny_of(name)
+    tiny = mixtral() if name == "mixtral" else tiny_of(name)
     torch.manual_seed(0)
     module, batch = tiny.build(), tiny.inputs(8)
     experts = {path for path, _ in module.named_modules() if path.endswith("experts") and "shared" not in path}
@@ -49,7 +51,8 @@ CASES: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
     "qwen3, micro-batches": ("qwen3_moe", EP, "K@ep", {"micro_batch": 4}),
 }
 NAMES = (
-    "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe", "jamba",
+    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe",
+    "phimoe", "jamba",
 )  # fmt: skip
 MESHES = (EP, sw.Mesh(dp=2, ep=2), sw.Mesh(ep=2, tp=2), CUBE)
 MORE: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
@@ -202,7 +205,8 @@ def test_cotangents_travel_while_the_gradient_of_the_weight_is_computed(monkeypa
 )
 def test_tokens_travel_in_stages(name: str) -> None:
     # Whether samples meet in an autograd.Function without a rule is not known: its loss is no sum over micro-batches.
-    terms = {"per_micro_batch": ["loss"]} if name == "phimoe" else {}
+    # Mixtral's has a term of balance.
+    terms = {"per_micro_batch": [own]} if (own := {"phimoe": "loss", "mixtral": "aux_loss"}.get(name)) else {}
     module, batch, plan = planned(name, sw.Mesh(ep=2), stages=2, micro_batch=4, **terms)
     assert exchanges(plan), plan
     assert sw.verify(module, batch, plan).is_equal
@@ -282,6 +286,17 @@ def test_rows_that_cannot_follow_keys_are_refused() -> None:
     module, batch, _ = planned("qwen3_moe", EP)
     with raises(sw.errors.LayoutError, op="model.layers.0.self_attn.q_proj/linear"):
         sw.plan(module, batch, 4, mesh=EP, strategies={"model.layers.*.self_attn.q_proj": "K@ep"})
+
+
+def test_samples_that_one_axis_splits_stay_there_while_another_splits_positions() -> None:
+    """Two samples, which four owners along two axes do not divide."""
+    module, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), Batched()), (torch.randn(2, 8, WIDTH),)
+    strategies, mesh = {"0": "b@ep", "1": "K@(ep,tp)"}, sw.Mesh(ep=2, tp=2)
+    plan = sw.plan(module, batch, 4, mesh=mesh, strategies=strategies, search="sharding_propagation")
+    assert len(exchanges(plan)) == 3
+    (counts,) = (c for c in plan.collectives() if c.kind == "all_to_all")
+    assert counts.num_bytes == 4 * 2 * 8, "the numbers of rows alone: of an expert each, and of none"
+    assert sw.verify(module, batch, plan).is_equal
 
 
 class WithShared(Block):

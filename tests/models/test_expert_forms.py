@@ -74,15 +74,8 @@ def test_products_have_the_dtype_of_autocast() -> None:
     assert len({op.operands[2] for op in found}) == 1, "one exchange"
 
 
-@pytest.mark.parametrize(
-    ("form", "mesh"),
-    [
-        (form, mesh)
-        for form in FORMS
-        for mesh in MESHES
-        if mesh == "ep" or FORMS[form][0] not in (Added, Modules, Assigned)
-    ],
-)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("experts", [4, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.sampled(3)
 def test_tokens_of_every_form_travel(form: str, mesh: str, experts: int) -> None:

@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 
+from shardwise.graph.attention_sinks import ATTENTION_WITH_SINKS, num_seen
 from shardwise.graph.attention_within import ATTENTION_WITHIN, num_pairs
 from shardwise.graph.einsum import terms_of
 from shardwise.graph.float8 import FLOAT8_LINEAR
@@ -115,6 +116,12 @@ def _attention_within(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return 2 * (prod(operands[0]) + prod(results[0])) * num_pairs(*blocks) // sum(blocks[0])
 
 
+def _attention_with_sinks(op: AnyCall, operands: Shapes, results: Shapes) -> int:
+    query, key, value = operands[:3]
+    pairs = num_seen(arguments(op)["band"], query[-2], key[-2])
+    return 2 * prod(query[:-2]) * pairs * (query[-1] + value[-1])
+
+
 def _ring_step(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """Every block computes what the busiest of them does."""
     shapes = {name: operands[i] for name, (i, *_) in operand_positions(op).items()}
@@ -168,6 +175,7 @@ FLOPS: dict[torch._ops.OpOverload, Flops] = {
         2 * (prod(operands[0]) + prod(results[0])) * operands[1][-2]
     ),
     ATTENTION_WITHIN: _attention_within,
+    ATTENTION_WITH_SINKS: _attention_with_sinks,
     **dict.fromkeys((RING_STEP, RING_GRADIENTS), _ring_step),
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),

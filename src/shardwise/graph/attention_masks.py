@@ -66,7 +66,7 @@ class _Rewriting:
 
     def __call__(self, op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
         before = arguments(op)
-        args = before | _grouped(before, emitter)
+        args = before | grouped(before, emitter)
         mask = args["attn_mask"]
         original = _mask_of(emitter.origin)
         if isinstance(mask, Ref) and isinstance(original, Ref):
@@ -214,7 +214,7 @@ def _dense(mask: KnownTensor, num_queries: int, num_keys: int) -> IntervalSelect
 # ------------------------------------------------------------------------------------------------------ grouped heads
 
 
-def _grouped(args: Mapping[str, Arg], emitter: Emitter) -> dict[str, Arg]:
+def grouped(args: Mapping[str, Arg], emitter: Emitter) -> dict[str, Arg]:
     """Undo the repetition of keys and values for every query head of a group."""
     query, *repeated = (args[name] for name in ("query", "key", "value"))
     before = [_before_repetition(ref, emitter) for ref in repeated]

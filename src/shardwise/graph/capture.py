@@ -37,6 +37,7 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, warn_user
 from shardwise.graph.annotate import AnnotatedRegion, Annotation, checked_strategy, module_region
 from shardwise.graph.attention_masks import fold_masks
+from shardwise.graph.attention_sinks import fuse_sinks
 from shardwise.graph.autocast import no_autocast
 from shardwise.graph.bodies import NotRepeated
 from shardwise.graph.call_arguments import call_module, divide_targets, find_loss
@@ -274,7 +275,7 @@ def _to_graph(
     _reject_initial_draws(graph, functionalizer.initial)
     verify_graph(graph)
     graph = rewrite_graph(graph, SIMPLIFICATIONS)
-    graph, folded = fold_masks(graph, constants)
+    graph, folded = fold_masks(fuse_sinks(graph, constants), constants)
     constants |= folded
     graph = fuse_head_losses(normalize(graph), _strategies(traced.regions, graph), fused)
     graph = round_products(graph, precision.products)

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.graph.custom_operators import global_indices
 from shardwise.graph.labels import checked_labels
+from shardwise.graph.precision import wide
 
 _LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
 BLOCK = 8192  # classes
@@ -36,7 +37,7 @@ class _BlockTerms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x: Tensor, label: Tensor, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
         log_sum = None
-        picked = total = _wide(x.new_zeros(x.shape[:1]))
+        picked = total = wide(x.new_zeros(x.shape[:1]))
         for begin in range(0, weight.shape[0], BLOCK):
             logits = _logits(weight[begin : begin + BLOCK], x)
             places, mine = _in_block(label, begin, logits)
@@ -74,11 +75,6 @@ class _BlockTerms(torch.autograd.Function):
         return of_weight, None if of_x is None else of_x.to(x.dtype), None, None
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Return float32 of the 16-bit types, in which PyTorch's kernels accumulate."""
-    return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def _finite(top: Tensor) -> Tensor:
     """Return 0 for a largest logit, or a log-sum-exp, of -inf, which masks all classes: exp(-inf - 0) is 0, and
     exp(-inf - -inf) is no number."""
@@ -86,7 +82,7 @@ def _finite(top: Tensor) -> Tensor:
 
 
 def _logits(weight: Tensor, x: Tensor) -> Tensor:
-    return _wide(x @ weight.T)
+    return wide(x @ weight.T)
 
 
 def _in_block(label: Tensor, begin: int, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +108,7 @@ def _head_terms(
         for of_part, start in zip(weight, starts, strict=True)
     ]
     if not terms:
-        nothing = _wide(x.new_zeros((0, *label.shape)))
+        nothing = wide(x.new_zeros((0, *label.shape)))
         return nothing, nothing, nothing
     log_sum, picked, total = (torch.stack(some).reshape(len(terms), *label.shape) for some in zip(*terms, strict=True))
     return log_sum, picked, total

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
-from math import inf, prod
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -326,18 +326,23 @@ class Routes:
             yield _AxisSteps(chosen, *pair[::-1])
 
     def _slices(self, node: int, chosen: tuple[int, ...]) -> int:
-        """Return the node of the slices of keyed rows: the first atom that divides evenly is split, else the largest;
-        -1 if there is no such layout."""
-        codes = self.codes[node].copy()
-        devices = prod(self.axes.sizes[axis] for axis in chosen)
+        """Return the node of the slices of keyed rows: every axis splits the first atom that it divides evenly, else
+        the largest; -1 if there is no such layout."""
+        codes, sizes = self.codes[node].copy(), self.axes.sizes
         rows: dict[int, float] = {SHARDED + i: self.sizes[i] for i, (dim, _) in enumerate(self.positions) if dim == 0}
-        for code in rows:
-            split = prod(size for size, at in zip(self.axes.sizes, codes.tolist(), strict=True) if at == code)
-            rows[code] = rows[code] // split if rows[code] % (split * devices) else inf
         if not rows:
             return -1
         before = codes[None].copy()
-        codes[list(chosen)] = max(rows, key=rows.__getitem__)
+        codes[list(chosen)] = -1
+        left = {code: size / prod(np.array(sizes)[codes == code]) for code, size in rows.items()}
+        for name, _ in self.axes.mesh.axes:
+            parts = self.axes.mesh.expand(name)
+            of_name = [axis for axis in chosen if self.axes.groups[axis][0] in parts]
+            devices = prod(sizes[axis] for axis in of_name)
+            even = (code for code, size in left.items() if size % devices == 0)
+            split = next(even, max(left, key=left.__getitem__))
+            codes[of_name] = split
+            left[split] /= devices
         fits = self._is_prefix(before, codes[None], chosen).all()
         return int(self.node(codes[None])[0]) if fits else -1
 

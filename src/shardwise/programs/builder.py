@@ -163,9 +163,10 @@ class KeyedRowsWriter:
         return self.current if target.keyed_axes else None
 
     def slices(self, keyed: KeyedRows, layout: Layout) -> Layout:
-        """Return the layout from which the rows of a keyed one come: an atom of the tokens is split over the axes.
+        """Return the layout from which the rows of a keyed one come: atoms of the tokens are split over the axes.
 
-        All values whose rows follow the same keys are split there, the first that divides evenly, else the largest.
+        All values whose rows follow the same keys are split there. Every axis takes the first atom that it divides
+        evenly, else the largest: samples that are split over one axis stay where they are, whatever another takes.
         """
         mesh, axes = layout.mesh, layout.keyed_axes
         num_tokens = self.builder.graph.by_name[keyed.keys].shape[0] // keyed.copies
@@ -175,10 +176,15 @@ class KeyedRowsWriter:
         atoms = tokens if tokens and prod(tokens) == num_tokens else [num_tokens]
         copies = layout.shape[0] // max(num_tokens, 1)
         plain = layout.unkeyed.refine(((*atoms, copies) if copies > 1 else tuple(atoms), *layout.atoms[1:]))
-        parts = [mesh.size_of(atom.axes) * mesh.size_of(axes) for atom in plain.dims[0]]
-        even = (i for i, size in enumerate(atoms) if size % parts[i] == 0)
-        split = next(even, max(range(len(atoms)), key=lambda i: atoms[i] / parts[i]))
-        return plain.moved(dict.fromkeys(axes, (0, split)))
+        parts, where = [mesh.size_of(atom.axes) for atom in plain.dims[0]], dict[str, tuple[int, int]]()
+        for name, _ in mesh.axes:
+            of_name = [axis for axis in mesh.expand(name) if axis in axes]
+            devices = mesh.size_of(of_name)
+            even = (i for i, size in enumerate(atoms) if size % (parts[i] * devices) == 0)
+            split = next(even, max(range(len(atoms)), key=lambda i: atoms[i] / parts[i]))
+            parts[split] *= devices
+            where.update(dict.fromkeys(of_name, (0, split)))
+        return plain.moved(where)
 
     def ways(self, keyed: KeyedRows, slices: Layout, along: tuple[str, ...], op: str) -> tuple[str, ...]:
         """Return the names of the ways between slices and the owners along some axes."""

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from shardwise.graph.attention_sinks import ATTENTION_WITH_SINKS
 from shardwise.graph.attention_within import ATTENTION_WITHIN, blocks_at
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
@@ -27,7 +28,7 @@ def attention_rule(op: Op, graph: Graph) -> OpRule | None:
     """Return the rule, and its variants for rings."""
     rule = _BY_PARTS(op, graph)
     query, key = (graph.by_name[name].shape for name in op.operands[:2])
-    if rule is None or query[-2] != key[-2]:
+    if rule is None or query[-2] != key[-2] or op.target is ATTENTION_WITH_SINKS:
         return rule
     variants = ((name, variant(op, graph)) for name, variant in _BY_RINGS.items())
     return replace(rule, variants=tuple((name, variant) for name, variant in variants if variant is not None))
@@ -35,7 +36,8 @@ def attention_rule(op: Op, graph: Graph) -> OpRule | None:
 
 def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
     """``b h t d, b h s d, b h s e -> b h t e``; grouped: the query heads are ``(g r)``, the key heads ``g``. A mask is
-    ``t s``, behind dims that may be broadcast; the ends of intervals of keys are ``t``, which keys are seen ``1 s``.
+    ``t s``, behind dims that may be broadcast; the ends of intervals of keys are ``t``, which keys are seen ``1 s``;
+    sinks are of the heads of the queries.
 
     Where queries and keys are equally many, there is the variant ``ring``: both are split equally, and the keys and
     values are passed around (``rules/ring.py``); and, of causal attention, the variant ``zigzag``, which does so with
@@ -79,6 +81,8 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
     if op.target is ATTENTION_WITHIN:
         band = band_between(args["first"], args["end"], graph)
         operands += [((t,),) for bound in ("first", "end") if bound in positions]
+    elif op.target is ATTENTION_WITH_SINKS:
+        operands.append((batch[-1],))
     elif "attn_mask" in positions:
         band = band_of(op.operands[positions["attn_mask"][0]], graph)
     if (masked := positions.get("attn_mask") or positions.get("seen")) is not None:
@@ -108,6 +112,8 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
 
 
 def _lowering(op: Op, ring: str, band: Band) -> Lowering:
+    if op.target is ATTENTION_WITH_SINKS:
+        return lowerings.attention_with_sinks
     is_within = op.target is ATTENTION_WITHIN
     if not ring:
         return lowerings.attention_within if is_within else lowerings.scaled_dot_product_attention
@@ -120,6 +126,8 @@ def _localize(op: Op, context: LocalContext) -> LocalOpCall:
     if not context.is_split("t"):
         return same_call(op)
     pieces = flat_pieces(context.pieces["t"])
+    if op.target is ATTENTION_WITH_SINKS:
+        return replace_arguments(op, **dict(zip(("sizes", "offsets", "lengths"), pieces, strict=True)))
     if op.target is ATTENTION_WITHIN:
         index = global_index("cpu", *pieces)
         rows, firsts, ends = blocks_at(index, args["rows"], args["firsts"], args["ends"])
@@ -194,6 +202,8 @@ def _of_blocks(op: Op, context: LocalContext) -> LocalOpCall:
 _BY_PARTS = zeros_if_empty(_attention)
 _BY_RINGS = {name: zeros_if_empty(partial(_attention, ring=name)) for name in ("ring", "zigzag")}
 ATTENTION: RuleTable = {
-    **dict.fromkeys((aten.scaled_dot_product_attention.default, ATTENTION_WITHIN), attention_rule),
+    **dict.fromkeys(
+        (aten.scaled_dot_product_attention.default, ATTENTION_WITHIN, ATTENTION_WITH_SINKS), attention_rule
+    ),
     **dict.fromkeys((RING_STEP, RING_GRADIENTS), zeros_if_empty(_ring_step)),
 }

@@ -3,7 +3,7 @@ heads where a device's kernels do not know them, and in one step of a ring (``ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod, sqrt
 from typing import Any, Final
 
@@ -11,31 +11,21 @@ import torch
 from torch import Tensor
 
 from shardwise.graph.attention_within import attend
+from shardwise.graph.flash import (
+    Attended,
+    Columns,
+    Differentiated,
+    RowTiles,
+    Tiles,
+    Visibility,
+    blocks_of,
+    causal_rows,
+    in_heads,
+    row_ranges,
+    runs_of,
+)
 from shardwise.graph.schema import AnyCall, arguments
-from shardwise.rules.flash import Attended, Columns, RowTiles, Tiles, Visibility, blocks_of, row_ranges
 from shardwise.rules.local_kernels import _ATOMS, _define, global_index
-
-_MOST_RUNS = 32  # of adjacent queries: each has kernels of its own
-
-
-class _Differentiated(torch.autograd.Function):
-    """Returns attended values that were computed without gradients. Backward computes what the tiles of this call add
-    to the gradients of q, k, v and the mask."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, out: Tensor, log_sum: Tensor, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, *seen: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(out, log_sum, q, k, v, *seen)
-        ctx.tiles = tiles
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        out, log_sum, q, k, v, *seen = ctx.saved_tensors
-        whole, of_mask = Attended(out, log_sum), ctx.needs_input_grad[6]
-        gradients = ctx.tiles.gradients(cotangent, q, k, v, Visibility(*seen), whole, of_mask)
-        return cotangent, None, None, *gradients, None, None
 
 
 def scale_of(scale: float | None, query: Tensor) -> float:
@@ -60,7 +50,7 @@ def _attention_rows(
     sizes, _, lengths = atoms
     if not is_causal or prod(lengths) == prod(sizes):
         return attend(query, key, value, attn_mask, is_causal, enable_gqa, scale)
-    runs = _runs(*atoms)
+    runs = runs_of(*atoms)
     if runs is None:
         rows = global_index(query.device, *atoms)
         seen = torch.arange(key.shape[-2], device=query.device) <= rows.unsqueeze(-1)
@@ -68,39 +58,13 @@ def _attention_rows(
     if [first for first, _ in runs] == [0]:
         key, value = (x.narrow(-2, 0, min(query.shape[-2], key.shape[-2])) for x in (key, value))
         return attend(query, key, value, None, True, enable_gqa, scale)
-    q, k, v, lead = _in_heads(*(x.unsqueeze(-3) for x in (query, key, value)))
-    tiles = Tiles(blocks_of([tuple(_causal_rows(runs, key.shape[-2]))], [0]), scale_of(scale, query))
+    q, k, v, lead = in_heads(*(x.unsqueeze(-3) for x in (query, key, value)))
+    tiles = Tiles(blocks_of([tuple(causal_rows(runs, key.shape[-2]))], [0]), scale_of(scale, query))
     with torch.no_grad():
         out, log_sum = tiles.attended(q, k, v, Visibility(), None)
         out = out.to(query.dtype)
-    attended: Tensor = _Differentiated.apply(out, log_sum, tiles, q, k, v, None, None, None)  # type: ignore[no-untyped-call]
+    attended: Tensor = Differentiated.apply(out, log_sum, tiles, None, q, k, v, None, None, None)  # type: ignore[no-untyped-call]
     return attended.reshape(*lead, *attended.shape[-2:])
-
-
-def _runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Return the runs of adjacent indices of a shard, as (first, length); None: they are very many."""
-    runs = [(0, 1)]
-    for size, offset, length in zip(sizes, offsets, lengths, strict=True):
-        if length == size:
-            runs = [(first * size, count * size) for first, count in runs]
-        elif sum(count for _, count in runs) > _MOST_RUNS:
-            return None
-        else:
-            runs = [((first + i) * size + offset, length) for first, count in runs for i in range(count)]
-    return [run for run in runs if run[1]]
-
-
-def _causal_rows(runs: Sequence[tuple[int, int]], num_keys: int) -> Iterator[RowTiles]:
-    """Yield the tiles of runs of rows under a causal mask, of which row i sees the keys up to the i-th."""
-    begin = 0
-    for first, count in runs:
-        causal = min(count, max(num_keys - first, 0))
-        if causal:
-            ahead = (Columns(0, first),) if first else ()
-            yield RowTiles(begin, begin + causal, (*ahead, Columns(first, first + causal, True)))
-        if causal < count:  # behind the last key
-            yield RowTiles(begin + causal, begin + count, (Columns(0, num_keys),))
-        begin += count
 
 
 # ---------------------------------------------------------------------------------------------------- steps of a ring
@@ -166,25 +130,6 @@ def busiest_block(call: AnyCall, shapes: Mapping[str, tuple[int, ...]]) -> tuple
     return block, int(pairs)
 
 
-def _in_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """``... heads blocks rows width -> blocks batch heads rows width``, and the dims of the result before the blocks.
-    Several heads of the queries may share one of the keys."""
-    q, k, v = (x.movedim(-3, 0) for x in (q, k, v))
-    if not len(q) == len(k) == len(v):  # PyTorch's kernels read beyond the end
-        raise ValueError(f"{len(q)} blocks of queries, {len(k)} of keys and {len(v)} of values")
-    has_heads = max(x.dim() for x in (q, k, v)) > 3
-    rank = max(4, *(x.dim() for x in (q, k, v)))
-    q, k, v = (x.reshape(x.shape[0], *(1,) * (rank - x.dim()), *x.shape[1:]) for x in (q, k, v))
-    batch = torch.broadcast_shapes(*(x.shape[1:-3] for x in (q, k, v)))
-    groups = max(k.shape[-3], v.shape[-3])
-    heads = max(q.shape[-3], groups)
-    q, k, v = (
-        x.expand(-1, *batch, number, -1, -1).reshape(x.shape[0], prod(batch), number, *x.shape[-2:])
-        for x, number in ((q, heads), (k, groups), (v, groups))
-    )
-    return q, k, v, (*batch, heads) if has_heads else ()
-
-
 def _mask_in_heads(mask: Tensor, lead: tuple[int, ...], step: int, number: int, blocks: Sequence[int]) -> Tensor:
     """``... heads blocks rows origins columns -> blocks batch heads rows columns``, of the columns that each block
     meets now. ``lead``: the dims before the blocks; those of size 1 are broadcast."""
@@ -207,7 +152,7 @@ def _ring_call(call: Sequence[Any]) -> tuple[Tiles, tuple[Tensor, Tensor, Tensor
     """Return the tiles of a step of a ring, the operands and what hides keys as tiles take them, and the dims of the
     result before the blocks. ``call``: the operator's arguments (``_RING_CALL``)."""
     q, k, v, mask, first, end, causal, scale, band, step, number, chunks, blocks = call
-    *qkv, lead = _in_heads(q, k, v)
+    *qkv, lead = in_heads(q, k, v)
     mask = None if mask is None else _mask_in_heads(mask, lead, step, number, blocks)
     seen = Visibility(mask, first, end)
     run, limits = q.shape[-2], None if seen.is_full else band
@@ -235,7 +180,7 @@ def _ring_gradients(out: Tensor, log_sum: Tensor, *call: Any) -> Tensor:
         raise ValueError(
             f"results of shape {tuple(out.shape)} are not those of queries of shape {tuple(call[0].shape)}"
         )
-    attended: Tensor = _Differentiated.apply(*whole, tiles, *qkv, *seen)  # type: ignore[no-untyped-call]
+    attended: Tensor = Differentiated.apply(*whole, tiles, None, *qkv, *seen)  # type: ignore[no-untyped-call]
     return attended.reshape(out.shape[-3], *lead, *out.shape[-2:]).movedim(0, len(lead)).reshape(out.shape)
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from shardwise.graph.ir import Graph, Op
+from shardwise.graph.precision import cast, wide
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import local_size, normal_dim, operand_positions, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rank_of, single
 from shardwise.rules.empty import zeros_if_empty
-from shardwise.rules.lowerings.precision import cast, wide
 from shardwise.rules.lowerings.reductions import count_of
 from shardwise.rules.rule import Dims, FactorKind, Lowering, OpRule
 

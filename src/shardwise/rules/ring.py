@@ -2,7 +2,7 @@
 
 With N devices the sequence is N blocks. In step i the queries of block j meet the keys of block j - i; between steps
 every device hands its keys and values on (Liu, Zaharia and Abbeel, Ring attention, 2023). A step is a call of the
-device's flash kernel, whose result is merged with those of the steps before (``rules/flash.py``). No device ever has
+device's flash kernel, whose result is merged with those of the steps before (``graph/flash.py``). No device ever has
 all keys at a time in forward; those of every step are kept for backward, which passes the gradients around in the other
 direction, and no scores.
 
@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardwise.graph.precision import cast
 from shardwise.rules.attention_bands import CAUSAL, EVERYTHING, Band
 from shardwise.rules.attention_kernels import RING_GRADIENTS, RING_STEP, scale_of
 from shardwise.rules.lowerings.attention import attention_within, scaled_dot_product_attention
-from shardwise.rules.lowerings.precision import cast
 
 
 @dataclass(frozen=True)

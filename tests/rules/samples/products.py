@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rules.samples.calls import bits, call, ids, plain, x
+from shardwise.graph.attention_sinks import ATTENTION_WITH_SINKS
 from shardwise.graph.attention_within import ATTENTION_WITHIN
 from shardwise.graph.float8 import FLOAT8_LINEAR
 from shardwise.graph.grouped import grouped_mm
@@ -93,6 +94,14 @@ ATTENTION = [
     call(
         ATTENTION_WITHIN, x(2, 4, 6, 2), x(2, 2, 5, 2), x(2, 2, 5, 3), None, torch.tensor([1, 2, 5, 4, 3, 1]),
         bits(2, 1, 1, 5), True, 0.3, (3, 3), (0, 0), (5, 4),
+    ),
+    call(
+        ATTENTION_WITH_SINKS, x(2, 4, 6, 2), x(2, 2, 6, 2), x(2, 2, 6, 3), x(4), None, [-5, 0], True, 0.3,
+        (6,), (0,), (6,),
+    ),
+    call(  # the last query sees nothing
+        ATTENTION_WITH_SINKS, x(2, 2, 6, 2), x(2, 2, 4, 2), x(2, 2, 4, 3), x(2), bits(2, 1, 1, 4), [-1, 0], False, 0.3,
+        (6,), (0,), (6,),
     ),
     call(
         RING_STEP, None, None, x(2, 2, 4, 3, 2), x(2, 2, 4, 3, 2), x(2, 2, 4, 3, 3), None, None, None, True, 0.3,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.graph.attention_within import interval_mask
-from shardwise.rules.lowerings.precision import cast, wide
+from shardwise.graph.precision import cast, wide
 from shardwise.rules.lowerings.softmax import safe_softmax
 
 
@@ -52,6 +52,32 @@ def attention_within(
     """Attention of queries that each see an interval of keys, with all scores."""
     mask = interval_mask(torch.arange(key.shape[-2], device=key.device), first, end, seen)
     return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def attention_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    attn_mask: Tensor | None,
+    band: Sequence[int],
+    enable_gqa: bool,
+    scale: float,
+    *rows: Sequence[int],
+) -> Tensor:
+    """Attention with one more score per head in the sums of its softmax, with all scores."""
+    q, k, v, mask = scaled_operands(query, key, value, attn_mask, scale, enable_gqa)
+    scores = masked(torch.matmul(q, k.transpose(-2, -1)), mask)
+    if band:
+        distance = torch.arange(key.shape[-2], device=key.device) - torch.arange(
+            query.shape[-2], device=key.device
+        ).unsqueeze(-1)
+        scores = scores.masked_fill((distance < band[0]) | (distance > band[1]), -inf)
+    of_heads = wide(sinks).reshape(*scores.shape[1:-2], 1, 1)
+    top = torch.maximum(scores.detach().amax(-1, keepdim=True), of_heads.detach())
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True) + (of_heads - top).exp()
+    return as_queries(torch.matmul(weights, v) / total, query)
 
 
 def scaled_operands(

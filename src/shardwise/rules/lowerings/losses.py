@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rules.lowerings.precision import cast, wide
+from shardwise.graph.precision import cast, wide
 from shardwise.rules.lowerings.reductions import vector_norm
 from shardwise.rules.lowerings.softmax import log_softmax
 

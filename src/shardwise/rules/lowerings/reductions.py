@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.graph.precision import cast
 from shardwise.rules.arguments import dims_of
-from shardwise.rules.lowerings.precision import cast
 
 Dims = int | Sequence[int] | None
 

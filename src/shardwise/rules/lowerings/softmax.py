@@ -8,8 +8,8 @@ from math import inf
 import torch
 from torch import Tensor
 
+from shardwise.graph.precision import cast, wide
 from shardwise.rules.arguments import dims_of
-from shardwise.rules.lowerings.precision import cast, wide
 
 
 def _exponentials(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -17,20 +17,21 @@ there the scores of one tile at a time are computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import inf
-from typing import Final, NamedTuple
+from math import inf, prod
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.rules.lowerings.precision import wide
+from shardwise.graph.precision import wide
 
 aten = torch.ops.aten
 
+_MOST_RUNS: Final = 32  # of adjacent queries: each has kernels of its own
 _MOST_ROW_TILES: Final = 32  # of a block of queries under a mask: each is a kernel with a mask
 
 
@@ -167,6 +168,80 @@ class _Total:
 
     def sum(self) -> Tensor:
         return self._or_zeros()
+
+
+class Differentiated(torch.autograd.Function):
+    """Returns attended values that were computed without gradients. Backward computes what the tiles of this call add
+    to the gradients of q, k, v and the mask, and the gradient of sinks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, log_sum: Tensor, tiles: Tiles, sinks: Tensor | None, *attended: Tensor | None
+    ) -> Tensor:
+        """``sinks``: scores [1, 1, heads, 1] that ``log_sum`` counts beside those of keys; ``attended``: q, k, v and
+        the parts of a ``Visibility``."""
+        ctx.save_for_backward(out, log_sum, sinks, *attended)
+        ctx.tiles = tiles
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        out, log_sum, sinks, q, k, v, *seen = ctx.saved_tensors
+        whole, of_mask = Attended(out, log_sum), ctx.needs_input_grad[7]
+        gradients = ctx.tiles.gradients(cotangent, q, k, v, Visibility(*seen), whole, of_mask)
+        of_sinks = None
+        if sinks is not None:
+            weights = (wide(sinks) - log_sum).exp()
+            of_sinks = -(weights * (cotangent * out).sum(-1)).sum_to_size(sinks.shape).to(sinks.dtype)
+        return cotangent, None, None, of_sinks, *gradients, None, None
+
+
+# -------------------------------------------------------------------------------------------------- rows and heads
+
+
+def runs_of(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Return the runs of adjacent indices of a shard, as (first, length); None: they are very many."""
+    runs = [(0, 1)]
+    for size, offset, length in zip(sizes, offsets, lengths, strict=True):
+        if length == size:
+            runs = [(first * size, count * size) for first, count in runs]
+        elif sum(count for _, count in runs) > _MOST_RUNS:
+            return None
+        else:
+            runs = [((first + i) * size + offset, length) for first, count in runs for i in range(count)]
+    return [run for run in runs if run[1]]
+
+
+def causal_rows(runs: Sequence[tuple[int, int]], num_keys: int) -> Iterator[RowTiles]:
+    """Yield the tiles of runs of rows under a causal mask, of which row i sees the keys up to the i-th."""
+    begin = 0
+    for first, count in runs:
+        causal = min(count, max(num_keys - first, 0))
+        if causal:
+            ahead = (Columns(0, first),) if first else ()
+            yield RowTiles(begin, begin + causal, (*ahead, Columns(first, first + causal, True)))
+        if causal < count:  # behind the last key
+            yield RowTiles(begin + causal, begin + count, (Columns(0, num_keys),))
+        begin += count
+
+
+def in_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """``... heads blocks rows width -> blocks batch heads rows width``, and the dims of the result before the blocks.
+    Several heads of the queries may share one of the keys."""
+    q, k, v = (x.movedim(-3, 0) for x in (q, k, v))
+    if not len(q) == len(k) == len(v):  # PyTorch's kernels read beyond the end
+        raise ValueError(f"{len(q)} blocks of queries, {len(k)} of keys and {len(v)} of values")
+    has_heads = max(x.dim() for x in (q, k, v)) > 3
+    rank = max(4, *(x.dim() for x in (q, k, v)))
+    q, k, v = (x.reshape(x.shape[0], *(1,) * (rank - x.dim()), *x.shape[1:]) for x in (q, k, v))
+    batch = torch.broadcast_shapes(*(x.shape[1:-3] for x in (q, k, v)))
+    groups = max(k.shape[-3], v.shape[-3])
+    heads = max(q.shape[-3], groups)
+    q, k, v = (
+        x.expand(-1, *batch, number, -1, -1).reshape(x.shape[0], prod(batch), number, *x.shape[-2:])
+        for x, number in ((q, heads), (k, groups), (v, groups))
+    )
+    return q, k, v, (*batch, heads) if has_heads else ()
 
 
 # --------------------------------------------------------------------------------------------------------- one tile
