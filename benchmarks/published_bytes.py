@@ -18,8 +18,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from published_experts import Experts
-from published_prices import Model, Software, Stage, cluster_of, one_pass, parameters, stages_of
+from published_prices import Model, Stage, cluster_of, one_pass, parameters, stages_of
 from published_rows import Row, node_of
+from published_software import Software
 
 from shardwise.costs.cluster import Device
 
