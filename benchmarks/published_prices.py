@@ -55,6 +55,7 @@ from shardwise.runtime.compiled import compiled_program
 
 # Six stacks of HBM2e (H100 PCIe: five, 2 TB/s). What 500 W leave of the clocks is not known: priced as 700 W.
 MEMORY_BANDWIDTH = {"H100-96GB-HBM2e-500W": 2.4e12}
+MEMORY_BYTES = {"H100-96GB-HBM2e-500W": 96e9}
 REACHED = 0.92  # of a network card, as in the bundled clusters
 # The kernel of apex for the softmax of causal scores reads half of them: on an L4, 67 million scores take 0.847 ms, and
 # 2.307 ms backward (Dazz993/Mist, commit 3895557, mist/node_database/cache_NVIDIA_L4). Megatron has it as well, but
@@ -142,13 +143,18 @@ def cluster_of(gpu: str, gpus: int, per_node: int, interconnect: str) -> Cluster
     inside = min(per_node, gpus)
     cluster = Cluster.load(f"{family_of(gpu)[0]}-{max(gpus // inside, 1)}x{inside}")
     bandwidth = MEMORY_BANDWIDTH.get(gpu, cluster.device.memory_bandwidth)
+    memory = MEMORY_BYTES.get(gpu, cluster.device.memory_bytes)
     node, *network = cluster.levels
     rate = node_rate(interconnect)
     if rate is not None:
         network = [replace(level, bandwidth=rate * 1e9 / 8 / inside * REACHED) for level in network]
     if "NVSwitch" in interconnect:  # any two GPUs have all links of one
         node = replace(node, group_bandwidths=())
-    return replace(cluster, device=replace(cluster.device, memory_bandwidth=bandwidth), levels=(node, *network))
+    return replace(
+        cluster,
+        device=replace(cluster.device, memory_bandwidth=bandwidth, memory_bytes=memory),
+        levels=(node, *network),
+    )
 
 
 @dataclass(frozen=True)
@@ -414,8 +420,7 @@ def terms_of(row: Row) -> dict[str, float]:
     stages, once = [], []
     for number, stage in enumerate(stages_of(row)):
         terms = _pass_terms(row, stage, moves, passes)
-        if number + 1 == row["pp"]:
-            terms["embedding and head"] = pass_of(row, stage.micro_batch).rest
+        terms["embedding and head"] = pass_of(row, stage.micro_batch).rest if number + 1 == row["pp"] else 0.0
         stages.append(terms)
         held = per_layer * stage.layers + ends
         behind = moves.gathered(held) + moves.scattered(held) if shards else moves.reduced(held)

@@ -374,8 +374,7 @@ def test_runs_of_one_setting_are_one_plan_in_the_order(runs: ModuleType) -> None
     found = [runs.Found({**TINY, "step_time_s": seconds}, 1.0) for seconds in (1.0, 1.1, 9.0)]
     found.append(runs.Found({**slow, "step_time_s": 1.2}, 2.0))
     judged = [runs.Judged(one, 1.0, 0.5, 2.0) for one in found]
-    assert runs.order(judged) == (1, 1, [0.0])
-    assert runs.order(reversed(judged)) == (1, 1, [0.0])
+    assert runs.Order.of(judged) == runs.Order.of(reversed(judged)) == runs.Order(1, 1, [0.0])
 
 
 def test_the_order_of_rows_changes_nothing(runs: ModuleType) -> None:
