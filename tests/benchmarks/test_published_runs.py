@@ -377,6 +377,73 @@ def test_runs_of_one_setting_are_one_plan_in_the_order(runs: ModuleType) -> None
     assert runs.Order.of(judged) == runs.Order.of(reversed(judged)) == runs.Order(1, 1, [0.0])
 
 
+def test_a_pair_in_the_wrong_order_is_counted_by_the_term_that_decides_it(
+    runs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terms = {2: {"layers": 3.0, "bubble": 1.0}, 4: {"layers": 2.5, "bubble": 2.0}}  # by micro-batch
+    monkeypatch.setattr(runs, "terms_of", lambda row: terms[row["micro_batch"]])
+    rows = [{**TINY, "micro_batch": 2, "step_time_s": 5.0}, {**TINY, "micro_batch": 4, "step_time_s": 4.0}]
+    found = [runs.Found(row, sum(terms[row["micro_batch"]].values())) for row in rows]
+    order = runs.Order.of([runs.Judged(one, 1.0, 0.5, 2.0) for one in found])
+    assert (order.pairs, order.right, dict(order.wrong)) == (1, 0, {"bubble": 1})
+    assert order.regrets == [0.25]
+
+
+def test_the_interval_of_a_family_comes_from_the_others_alone(runs: ModuleType) -> None:
+    def family(name: str, ratio: float) -> list[Any]:
+        return [runs.Found({**row_of(layers, 1, ratio), "framework": name}, 1.0) for layers in (10, 11)]
+
+    found = {name: family(name, ratio) for name, ratio in {"a": 1.0, "b": 1.1, "c": 1.21, "d": 9.0}.items()}
+    low, high = runs.by_others(found, "d")
+    assert low < 1.0 < 1.21 < high < 1.5
+    assert low * high == pytest.approx(1.1**2)
+    assert runs.by_others({name: found[name] for name in "abc"}, "c") is None
+
+
+def test_messages_slow_down_the_kernels_beside_them(prices: ModuleType) -> None:
+    device = prices.cluster_of("A100-80GB", 8, 8, "").device
+    rate = device.overlap
+    assert rate < 1
+    assert prices.beside(device, 2.0, 1.0) == pytest.approx(2.0 + (1 - rate))
+    assert prices.beside(device, 1.0, 3.0) == pytest.approx(3.0)
+
+
+def test_a_step_is_the_sum_of_its_terms(prices: ModuleType) -> None:
+    terms = prices.terms_of(TINY)
+    assert sum(terms.values()) == prices.seconds_of(TINY)
+    assert terms["computed again"] > 0
+    assert terms["bubble"] > 0
+    assert terms["gathers and scatters"] == 0
+
+
+def test_composer_gathers_late_and_reduces_as_its_precision_says(prices: ModuleType) -> None:
+    composer = {**TINY, "gpus": 8, "dp": 8, "tp": 1, "pp": 1, "zero": 3, "recompute": "none", "precision": "bf16"}
+
+    def messages(framework: str, **change: Any) -> float:
+        row = {**composer, "framework": framework, **change}
+        return float(prices.terms_of(row)["gathers and scatters"])
+
+    pure, default = "Composer/FSDP, mp mode PURE", "Composer/FSDP, mp mode DEFAULT"
+    assert messages("FSDP") < messages(pure) < messages(default)
+    assert messages(pure, zero=2) < messages(pure)  # gathered once
+    attention = [prices.Software.of({**composer, "framework": pure, "gpu": gpu}).attention for gpu in ("A100", "H100")]
+    assert attention[0] > 1.5 * attention[1]
+
+
+def test_allocated_reserved_and_monitored_memory_are_three_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    held = importlib.import_module("published_bytes")
+    gib = 2.0**30
+    rows = [{**TINY, "framework": name} for name in ("Mist", "torchtitan", "Megatron-DeepSpeed")]
+    assert [held.figure_of(row) for row in rows] == ["allocated", "reserved", "monitored"]
+    allocated, reserved, monitored = (held.measured_bytes(row, 10 * gib) for row in rows)
+    assert allocated == 10 * gib
+    assert reserved == pytest.approx(12.1 * gib)
+    assert monitored - reserved == pytest.approx(2.1 * gib)
+    assert held.measured_bytes({**rows[1], "recompute": "none"}, 10 * gib) < reserved
+    assert held.measured_bytes(rows[2], 79 * gib) == 80 * gib  # an allocator gives back what it has cached
+
+
 def test_the_order_of_rows_changes_nothing(runs: ModuleType) -> None:
     found = [runs.Found(row_of(layers, batch, 1 + batch / 10), 1.0) for layers in range(10, 18) for batch in (1, 2, 3)]
     mixed = random.Random(1).sample(found, len(found))
