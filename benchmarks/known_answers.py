@@ -54,10 +54,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from dual_pipe import DualPipe, Layer, events_of
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
-from published_prices import FLASH, Software, attending, cluster_of, unpriced
+from published_prices import cluster_of, unpriced
 from published_prices import seconds_of as priced
 from published_rows import Row, read
 from published_runs import Factor, Found, group_of, quarter
+from published_software import FLASH_1_ON_HOPPER, Software, attending
 
 import shardwise as sw
 from shardwise.graph.capture import capture
@@ -315,7 +316,8 @@ CASES = {
     "mpt-70b-64": Case(
         gpt(80, 8192, 64, 50368, scores=False), COMPOSER, 64, 2048, 2048, 63.076,
         {"mesh": sw.Mesh(dp=64), "micro_batch": 512, "zero": 3, "recompute": "full"},
-        "mosaicml/llm-foundry, scripts/train/benchmarking: 70B with FSDP on 64 H100", Software(attention=FLASH),
+        "mosaicml/llm-foundry, scripts/train/benchmarking: 70B with FSDP on 64 H100",
+        Software(attention=FLASH_1_ON_HOPPER),
     ),
 }  # fmt: skip
 

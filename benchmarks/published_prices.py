@@ -38,6 +38,7 @@ from published_experts import Experts, uneven_experts
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
 from published_models import LLAMA, Gated, Llama
 from published_rows import Row, incomplete, is_count, node_of, untimed
+from published_software import KNOWN, Software, attending
 
 import shardwise as sw
 from shardwise.costs.cluster import Cluster, Device
@@ -47,7 +48,6 @@ from shardwise.costs.machine import family_of
 from shardwise.costs.memory import busiest_program, memory_of_program
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import SimulatedStep, simulate_program
-from shardwise.costs.units import Figures
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.programs.vjp import VjpCache
@@ -55,21 +55,12 @@ from shardwise.runtime.compiled import compiled_program
 
 # Six stacks of HBM2e (H100 PCIe: five, 2 TB/s). What 500 W leave of the clocks is not known: priced as 700 W.
 MEMORY_BANDWIDTH = {"H100-96GB-HBM2e-500W": 2.4e12}
+MEMORY_BYTES = {"H100-96GB-HBM2e-500W": 96e9}
 REACHED = 0.92  # of a network card, as in the bundled clusters
-# Part of the peak that attention reached in the software of the runs (recalled): FlashAttention on A100 .25 to .40
-# (Dao, "FlashAttention-2", 2023), FlashAttention-2 on H100 .35 (Shah and others, "FlashAttention-3", 2024).
-FLASH = 0.35
-# Seconds in which the host of Megatron's runs starts a kernel or a message, in Python, with autograd and checkpoints:
-# fitted to two groups of vTrain's runs in one node (12 layers of 1,024 on 2 and on 4 A100), medians of one sequence.
-# (An H100's host, measured: 11 us without autograd; 35 forward and backward together.)
-MEGATRON_LAUNCH = 51e-6
-MEGATRON_LIKE = ("megatron", "mist")
 # The kernel of apex for the softmax of causal scores reads half of them: on an L4, 67 million scores take 0.847 ms, and
 # 2.307 ms backward (Dazz993/Mist, commit 3895557, mist/node_database/cache_NVIDIA_L4). Megatron has it as well, but
 # what it reaches on an A100 is not known; with these parts of the bandwidth its runs were predicted worse.
 CAUSAL_SOFTMAX = {"softmax": 1.05, "softmax_backward": 0.58}
-FUSED = ("nemo", "bridge", "maxtext")
-KNOWN = ("composer", "torchtitan", *FUSED, *MEGATRON_LIKE)
 # A product whose rows do not start at multiples of 16 bytes: half the rate (in nanoGPT, on A100, a vocabulary of 50,304
 # instead of 50,257 made whole steps of GPT-2 a quarter faster). A third of it describes the heads of vTrain's runs in
 # one node better, and half of these runs, which were not looked at for that, worse as a whole. A batch of them: without
@@ -80,52 +71,6 @@ UNALIGNED = 2.0
 OF_CORE = re.compile(r"layers\.\d+/(matmul|softmax|dropout|scaled_dot_product_attention)(_\d+)?$")
 # What a row's list of stages of their own has of each.
 OF_STAGES = re.compile(r"layer_partitions (\[[\d, ]*\]), .*?per-stage \[[^]]*\] (\[\[[\d., ]*\](?:, \[[\d., ]*\])*\])")
-
-
-def is_fused(row: Row) -> bool:
-    """Return whether a row's software has one kernel for what is between products, cuDNN's attention and no dropout:
-    Megatron on Transformer Engine (all there is on Hopper and later), and what XLA compiles."""
-    name = row["framework"].casefold()
-    later = row["gpu"].upper().startswith(("H", "B", "GB"))
-    return any(word in name for word in FUSED) or ("megatron" in name and later)
-
-
-@dataclass(frozen=True, slots=True)
-class Software:
-    """How a step is run. ``launch``: of its host (None: that of the cluster's device); ``attention``: the part of the
-    peak that it reaches (0: the device's); ``scores``: attention is written out; ``fused``: with a kernel for causal
-    scores; ``dropout``: there is any; ``compiled``: layers are; ``float8``: their products are; ``shards``: parameters
-    are gathered (FSDP), in float8 where ``gathers_float8``."""
-
-    launch: float | None = None
-    attention: float = 0.0
-    scores: bool = False
-    fused: bool = False
-    dropout: bool = False
-    compiled: bool = False
-    float8: bool = False
-    shards: bool = False
-    gathers_float8: bool = False
-
-    @staticmethod
-    def of(row: Row) -> Software:
-        name, float8 = row["framework"].casefold(), "fp8" in row["precision"].casefold()
-        shards = isinstance(row["zero"], int) and row["zero"] >= 2
-        if "torchtitan" in name:
-            compiled = any(word in name for word in ("compile", "async"))  # asynchronous products need it
-            gathers_float8 = float8 and "float8 all-gather" in name
-            return Software(
-                attention=FLASH, compiled=compiled, float8=float8, shards=shards, gathers_float8=gathers_float8
-            )
-        if is_fused(row):
-            return Software(compiled=True, float8=float8, shards=shards)
-        if not any(known in name for known in MEGATRON_LIKE):
-            return Software(attention=FLASH, float8=float8, shards=shards)
-        flash = "flash_attn=true" in name
-        return Software(
-            MEGATRON_LAUNCH, FLASH if flash else 0.0, scores=not flash, fused="mist" in name,
-            dropout="mist" not in name, float8=float8, shards=shards,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +143,18 @@ def cluster_of(gpu: str, gpus: int, per_node: int, interconnect: str) -> Cluster
     inside = min(per_node, gpus)
     cluster = Cluster.load(f"{family_of(gpu)[0]}-{max(gpus // inside, 1)}x{inside}")
     bandwidth = MEMORY_BANDWIDTH.get(gpu, cluster.device.memory_bandwidth)
+    memory = MEMORY_BYTES.get(gpu, cluster.device.memory_bytes)
     node, *network = cluster.levels
     rate = node_rate(interconnect)
     if rate is not None:
         network = [replace(level, bandwidth=rate * 1e9 / 8 / inside * REACHED) for level in network]
     if "NVSwitch" in interconnect:  # any two GPUs have all links of one
         node = replace(node, group_bandwidths=())
-    return replace(cluster, device=replace(cluster.device, memory_bandwidth=bandwidth), levels=(node, *network))
+    return replace(
+        cluster,
+        device=replace(cluster.device, memory_bandwidth=bandwidth, memory_bytes=memory),
+        levels=(node, *network),
+    )
 
 
 @dataclass(frozen=True)
@@ -232,14 +182,6 @@ class OwnPrices(Prices):
 def device_of(cluster: Cluster, software: Software) -> Device:
     """Which starts kernels at once: what its host takes is counted apart."""
     return attending(replace(cluster.device, launch=0.0), software.attention)
-
-
-def attending(device: Device, share: float) -> Device:
-    """The device, on which attention reaches at most this part of the peak (0: the device's own)."""
-    if not share:
-        return device
-    reached = {kind: min(share, device.kernels.get(kind, share)) for kind in ("attention", "attention_backward")}
-    return replace(device, kernels=Figures({**device.kernels, **reached}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,8 +381,9 @@ class Moves:
         sizes = {name: row.get(name) or 1 for name in ("pp", "dp", "cp", "tp")}
         links = Links(cluster, sw.Mesh({name: size for name, size in sizes.items() if size > 1} or {"dp": 1}))
         axes = tuple(part for name in ("dp", "cp") if sizes[name] > 1 for part in links.mesh.expand(name))
-        gathered = 1 if Software.of(row).gathers_float8 else 2
-        return Moves(links, axes, 4 if "fp32 grad" in row["precision"] else 2, gathered)
+        software = Software.of(row)
+        itemsize = 4 if "fp32 grad" in row["precision"] else software.reduced_itemsize
+        return Moves(links, axes, itemsize, 1 if software.gathers_float8 else 2)
 
     def gathered(self, numel: float) -> float:
         return self.links.seconds("all_gather", self.axes, self.gathered_itemsize * numel) if self.axes else 0.0
@@ -456,40 +399,68 @@ class Moves:
         return 2 * self.links.seconds("collective_permute", self.links.mesh.expand("pp"), num_bytes)
 
 
+def beside(device: Device, computed: float, sent: float) -> float:
+    """Return the seconds of kernels beside messages, which slow them down while they last (``Device.overlap``)."""
+    return max(computed + (1 - device.overlap) * sent, sent)
+
+
 def seconds_of(row: Row) -> float:
     """The predicted step."""
-    tp, pp, cp, vpp = row["tp"], row["pp"], row.get("cp") or 1, row.get("vpp") or 1
+    return sum(terms_of(row).values())
+
+
+def terms_of(row: Row) -> dict[str, float]:
+    """Return the seconds of a predicted step by what they go to: those of the slowest stage for all passes, the others'
+    for one (``bubble``), and what is done once."""
+    cp, vpp = row.get("cp") or 1, row.get("vpp") or 1
     shards = Software.of(row).shards
     cluster = cluster_of(row["gpu"], row["gpus"], node_of(row), row.get("interconnect") or "")
-    moves = Moves.of(row, cluster)
+    moves, (per_layer, ends) = Moves.of(row, cluster), parameters(row)
     passes = row["global_batch"] // (row["micro_batch"] * row["dp"])
-    per_layer, ends = parameters(row)
-    experts = Experts.of(row)
-    sent = 0.0 if experts is None else experts.exchange_seconds(row, cluster)
-    # A gradient is read and added to what is there.
-    adding = (2 + 2 * moves.itemsize) * per_layer / cluster.device.bytes_per_second() if passes > 1 else 0.0
-    taken, once = [], []
-    for stage in stages_of(row):
-        own = pass_of(row, stage.micro_batch)
+    stages, once = [], []
+    for number, stage in enumerate(stages_of(row)):
+        terms = _pass_terms(row, stage, moves, passes)
+        terms["embedding and head"] = pass_of(row, stage.micro_batch).rest if number + 1 == row["pp"] else 0.0
+        stages.append(terms)
         held = per_layer * stage.layers + ends
-        update = _update(cluster, held / (stage.dp * cp if row["zero"] else 1))
-        forward, backward = own.forward + sent, own.backward + adding + sent
-        if shards and pp == 1:
-            forward = max(forward, moves.gathered(per_layer))
-            backward = max(own.backward + sent, moves.gathered(per_layer) + moves.scattered(per_layer))
-            outer = 2 * moves.gathered(ends) + moves.scattered(ends)
-        elif pp > 1:  # scattered over tp on its way, as Megatron does
-            outer = vpp * moves.sent(2 * stage.micro_batch * row["seq"] / cp * row["arch"]["hidden"] / tp)
-        else:
-            outer = 0.0
-        again = stage.again * (own.forward + sent)
-        if row["recompute"] == "selective(attention core)":
-            again = stage.layers * own.core
-        taken.append(stage.layers * (forward + backward) + again + outer)
         behind = moves.gathered(held) + moves.scattered(held) if shards else moves.reduced(held)
-        once.append(update + (0.0 if shards and pp == 1 else behind))
-    taken[-1] += own.rest
-    return passes * max(taken) + (sum(taken) - max(taken)) / vpp + max(once)
+        update = _update(cluster, held / (stage.dp * cp if row["zero"] else 1))
+        once.append({"replicas": 0.0 if shards and row["pp"] == 1 else behind, "update": update})
+    taken = [sum(terms.values()) for terms in stages]
+    slowest = stages[taken.index(max(taken))]
+    bubble = (sum(taken) - max(taken)) / vpp
+    last = max(once, key=lambda terms: sum(terms.values()))
+    return {name: passes * seconds for name, seconds in slowest.items()} | {"bubble": bubble} | last
+
+
+def _pass_terms(row: Row, stage: Stage, moves: Moves, passes: int) -> dict[str, float]:
+    """Return the seconds of a stage for one pass, without embedding and head."""
+    own, device = pass_of(row, stage.micro_batch), moves.links.cluster.device
+    (per_layer, ends), experts = parameters(row), Experts.of(row)
+    exchange = 0.0 if experts is None else experts.exchange_seconds(row, moves.links.cluster)
+    replicas = stages = 0.0
+    # A gradient is read and added to what is there.
+    adding = (2 + 2 * moves.itemsize) * per_layer / device.bytes_per_second() if passes > 1 else 0.0
+    if Software.of(row).shards and row["pp"] == 1:
+        adding = 0.0
+        gathered, scattered = moves.gathered(per_layer), moves.scattered(per_layer)
+        again = gathered if row["zero"] == 3 else 0.0  # parameters stay after forward (SHARD_GRAD_OP)
+        late = again if Software.of(row).gathers_late else 0.0
+        for computed, sent in ((own.forward, gathered), (own.backward, again - late + scattered)):
+            replicas += stage.layers * (beside(device, computed + exchange, sent) - computed - exchange)
+        replicas += stage.layers * late + moves.gathered(ends) * (2 if again else 1) + moves.scattered(ends)
+    elif row["pp"] > 1:  # scattered over tp on its way, as Megatron does
+        tokens = stage.micro_batch * row["seq"] / (row.get("cp") or 1)
+        stages = (row.get("vpp") or 1) * moves.sent(2 * tokens * row["arch"]["hidden"] / row["tp"])
+    is_selective = row["recompute"] == "selective(attention core)"
+    return {
+        "layers": stage.layers * (own.forward + own.backward),
+        "computed again": stage.layers * own.core if is_selective else stage.again * (own.forward + exchange),
+        "gradients added": stage.layers * adding,
+        "experts": 2 * stage.layers * exchange,
+        "gathers and scatters": replicas,
+        "stages": stages,
+    }
 
 
 def _update(cluster: Cluster, numel: float) -> float:

@@ -11,6 +11,9 @@ quarter, which counts by its groups beside ``PRIOR`` groups with the spread ``SP
 What a row leaves open is assumed (``published_defaults.py``): of the settings that fit, the row has the middle of
 those with its software's defaults, and its interval reaches from the fastest of all to the slowest.
 
+Pairs in the wrong order are counted by the term that decides them. A last line per family is the interval that the
+other families alone give for it, without any factor of its own, and how many of its rows lie in it.
+
 Peaks of memory are compared without a factor (``published_bytes.py``); the last column counts the runs that are said
 not to fit, of those that ran out of memory and of those that ran. A row that cannot be priced is counted by its reason
 (``published_rows.py``).
@@ -32,9 +35,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from published_bytes import monitored, peak_bytes, room
+from published_bytes import figure_of, measured_bytes, peak_bytes, room
 from published_defaults import Setting, settings_of
-from published_prices import approximated, seconds_of, unplanned, unpriced
+from published_prices import approximated, seconds_of, terms_of, unplanned, unpriced
 from published_rows import Row, by_setting, family_of, is_positive, once, read, setting_of
 
 import shardwise as sw
@@ -42,6 +45,7 @@ import shardwise as sw
 SPREAD = 0.08  # standard deviation of a logarithm
 PRIOR = 4  # groups
 NINE_OF_TEN = 1.645  # standard deviations
+UNDER = 0.02  # of a peak, that a prediction may be too low
 AGREE = 0.05  # by which seconds of one setting may differ
 
 
@@ -142,27 +146,58 @@ def calibrated(found: Sequence[Found]) -> tuple[list[Judged], int]:
     return judged, used
 
 
-def order(judged: Iterable[Judged]) -> tuple[int, int, list[float]]:
-    """Pairs of plans of one group and batch, how many of them are predicted in their order, and per set the regret of
-    the plan that would be picked. Runs of one setting are one plan, with the median of their seconds."""
-    sets: dict[Any, list[Found]] = defaultdict(list)
-    for one in judged:
-        sets[one.found.group, one.found.row["global_batch"]].append(one.found)
-    pairs = right = 0
-    regrets = []
-    for found in sets.values():
-        predicted = {setting_of(one.row): one.seconds for one in found}
-        plans = [
-            (predicted[setting_of(runs[0])], median(float(row["step_time_s"]) for row in runs))
-            for runs in by_setting(one.row for one in found)
-        ]
-        if len(plans) < 2:
-            continue
-        for a, b in combinations(plans, 2):
-            pairs += 1
-            right += (a[0] < b[0]) == (a[1] < b[1])
-        regrets.append(min(plans, key=lambda plan: plan[0])[1] / min(seconds for _, seconds in plans) - 1)
-    return pairs, right, regrets
+@dataclass(slots=True)
+class Order:
+    """Of plans of one group and batch: ``pairs``, how many of them are predicted in their order, the ``regrets`` of
+    the plans that would be picked, and ``wrong``: terms (``terms_of``) -> pairs in the wrong order that it decides,
+    because it differs most in the predicted direction."""
+
+    pairs: int = 0
+    right: int = 0
+    regrets: list[float] = field(default_factory=list)
+    wrong: Counter[str] = field(default_factory=Counter)
+
+    @staticmethod
+    def of(judged: Iterable[Judged]) -> Order:
+        """Compare all pairs. Runs of one setting are one plan, with the median of their seconds."""
+        sets: dict[Any, list[Found]] = defaultdict(list)
+        for one in judged:
+            sets[one.found.group, one.found.row["global_batch"]].append(one.found)
+        result = Order()
+        for found in sets.values():
+            predicted = {setting_of(one.row): one for one in found}
+            plans = [
+                (predicted[setting_of(runs[0])], median(float(row["step_time_s"]) for row in runs))
+                for runs in by_setting(one.row for one in found)
+            ]
+            for (a, took_a), (b, took_b) in combinations(plans, 2):
+                result.pairs += 1
+                if (a.seconds < b.seconds) == (took_a < took_b):
+                    result.right += 1
+                else:
+                    slow, fast = (terms_of(one.row) for one in sorted((a, b), key=lambda one: -one.seconds))
+                    result.wrong[max(slow, key=lambda term: slow[term] - fast[term])] += 1
+            if len(plans) >= 2:
+                picked = min(plans, key=lambda plan: plan[0].seconds)[1]
+                result.regrets.append(picked / min(seconds for _, seconds in plans) - 1)
+        return result
+
+
+def by_others(found: Mapping[str, Sequence[Found]], family: str) -> tuple[float, float] | None:
+    """Return the interval of nine of ten for measured / predicted of a family, from the others alone: around the median
+    of their hardware and software, with the spread between these and within one. None without three of them."""
+    units: dict[Any, list[float]] = defaultdict(list)
+    for name, rows in found.items():
+        for one in rows if name != family else ():
+            units[name, one.software].append(log(one.ratio))
+    if len(units) < 3:
+        return None
+    centers = [median(values) for values in units.values()]
+    center = median(centers)
+    between = mean((own - center) ** 2 for own in centers) * (1 + 1 / len(centers))
+    within = mean(mean((value - median(values)) ** 2 for value in values) for values in units.values())
+    width = NINE_OF_TEN * sqrt(between + within)
+    return exp(center - width), exp(center + width)
 
 
 def contradictions(rows: Iterable[Row]) -> list[str]:
@@ -178,10 +213,11 @@ def contradictions(rows: Iterable[Row]) -> list[str]:
 
 @dataclass(slots=True)
 class Held:
-    """Of runs whose memory is known: ``ratios`` of predicted and published peaks; of those that ran and those that ran
-    out of memory, how many there are and how many are said not to fit."""
+    """Of runs whose memory is known: ``ratios`` of predicted and published peaks, and which ``figures`` these are; of
+    those that ran and those that ran out of memory, how many there are and how many are said not to fit."""
 
     ratios: list[float] = field(default_factory=list)
+    figures: set[str] = field(default_factory=set)
     ran: Counter[bool] = field(default_factory=Counter)
     out: Counter[bool] = field(default_factory=Counter)
 
@@ -189,11 +225,18 @@ class Held:
         counted = self.out if row["status"] == "oom" else self.ran
         counted[predicted > room(row)] += 1
         if row["status"] == "ok" and is_positive(row.get("peak_mem_gib")):
-            self.ratios.append((predicted + monitored(row)) / (row["peak_mem_gib"] * 2**30))
+            self.ratios.append(measured_bytes(row, predicted) / (row["peak_mem_gib"] * 2**30))
+            self.figures.add(figure_of(row))
 
     def cells(self) -> list[str]:
         errors = [abs(ratio - 1) for ratio in self.ratios]
-        error = f"{median(errors):.1%}, {mean(errors):.1%} of {len(errors)}" if errors else ""
+        error = (
+            f"{'/'.join(sorted(self.figures))}: {median(errors):.1%}, {mean(errors):.1%} of {len(errors)}"
+            if errors
+            else ""
+        )
+        if low := sum(ratio < 1 - UNDER for ratio in self.ratios):
+            error += f"; {low} more than {UNDER:.0%} under"
         out = f"{self.out[True]} of {self.out.total()}; " if self.out else ""
         ran = f"{self.ran[True]} of {self.ran.total()} that ran" if self.ran else ""
         return [error, out + ran]
@@ -243,8 +286,8 @@ def fitting_of(settings: Sequence[Setting]) -> list[tuple[Setting, float]]:
     return fitting or [min(peaks, key=lambda one: one[1])]
 
 
-def report(family: str, rows: Sequence[Any], show: bool) -> None:
-    """A line of what a family comes to, and lines of what it is not."""
+def report(family: str, rows: Sequence[Any], show: bool) -> list[Found]:
+    """A line of what a family comes to, and lines of what it is not. Returns its rows with predicted seconds."""
     rows, repeated = once(rows)
     found, held, missing, notes = [], Held(), Counter[str](), Counter[str]()
     if repeated:
@@ -273,19 +316,32 @@ def report(family: str, rows: Sequence[Any], show: bool) -> None:
     cells.append(f"{median(raw):.2f} ({min(raw):.2f}-{max(raw):.2f})" if raw else "")
     judged, used = calibrated(found)
     errors, inside = [one.error for one in judged], [one.inside for one in judged]
-    pairs, right, regrets = order(judged)
+    order = Order.of(judged)
     cells.append(f"{median(errors):.1%}, {mean(errors):.1%} (factors from {used} rows)" if errors else "")
-    cells.append(f"{right / pairs:.3f} of {pairs}" if pairs else "")
-    cells.append(f"{mean(regrets):.1%}, most {max(regrets):.1%}" if regrets else "")
+    cells.append(f"{order.right / order.pairs:.3f} of {order.pairs}" if order.pairs else "")
+    cells.append(f"{mean(order.regrets):.1%}, most {max(order.regrets):.1%}" if order.regrets else "")
     cells.append(f"{mean(inside):.0%}" if inside else "")
     cells += held.cells()
     print(f"| {family} | {' | '.join(cells)} |", flush=True)
     empty = " |" * (len(cells) - 1)
     lines = [f"{count}: {text}" for text, count in notes.most_common()]
     lines += [f"not: {count}: {reason}" for reason, count in missing.most_common()]
+    lines += [f"seconds: {shares}" for shares in (shares_of(found),) if shares]
+    lines += [f"wrong order: {count}: decided by {term}" for term, count in order.wrong.most_common()]
     lines += [f"contradict each other: {said}" for said in contradictions(one.row for one in found)]
     for note in lines:
         print(f"| {family} | {note} |{empty}")
+    return found
+
+
+def shares_of(found: Sequence[Found]) -> str:
+    """Return what predicted steps go to: the mean share of every term of a hundredth and more."""
+    shares: Counter[str] = Counter()
+    for one in found:
+        terms = terms_of(one.row)
+        total = sum(terms.values()) * len(found)
+        shares.update({name: seconds / total for name, seconds in terms.items()})
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.most_common() if share >= 0.01)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -309,8 +365,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "in order | regret: mean | in the 90 % interval | error of memory: median, mean | said not to fit: of those "
         "that ran out of memory |\n|---|---|---|---|---|---|---|---|---|"
     )
-    for family, rows in families.items():
-        report(family, rows, options.all)
+    found = {family: report(family, rows, options.all) for family, rows in families.items()}
+    for family, rows in found.items():
+        if rows and (interval := by_others(found, family)):
+            low, high = interval
+            inside = mean(low / one.high <= one.ratio <= high / one.low for one in rows)
+            said = f"from other families alone: measured / predicted in {low:.2f}-{high:.2f}: {inside:.0%}"
+            print(f"| {family} | {said} |{' |' * 7}")
     for family, count in skipped.items():
         reason = "times that differ by environment; memory: published_memory.py"
         print(f"| {family} | not: {count}: {reason} |{' |' * 7}")
