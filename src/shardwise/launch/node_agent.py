@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.hosts import free_port, listen, own_address, route_address
-from shardwise.launch.channel import Channel, as_place, as_text, wait_until_readable, whole
+from shardwise.launch.channel import Channel, as_place, as_text, connect_all, wait_until_readable, whole
 from shardwise.launch.coordinator import EXIT_ALONE, SURE_SECONDS, Address, Coordinator
 from shardwise.launch.job import EXIT_INTERRUPTED, print_line
 from shardwise.launch.processes import Failure
@@ -28,6 +28,7 @@ _TURN_SECONDS = 0.1
 _REST_SECONDS = 1e-5  # of the head between turns, for each machine
 _BEAT_SECONDS = 0.5
 _TAKE_OVER_SECONDS = 15.0  # for the other machines to notice that the head is lost
+_ANSWER_SECONDS = 5.0  # for a machine that may lead next to answer at all
 _HELLO_SECONDS = 2.0
 _PORT_SECONDS = 10.0  # how long a free port is assumed to stay free
 _MOST_STRANGERS = 64  # connections that have not identified themselves
@@ -395,38 +396,55 @@ class NodeAgent:
         if self.station.gave_way or self.number < 0 or self.leader == self.node:  # begin from the start
             return None
         left = [place for place in sorted(self.crew) if place[0] != self.leader]
-        limit = time.monotonic() + _TAKE_OVER_SECONDS
-        for node, *where in left:
-            if node != self.node:
-                self.unsure = False
-                if self._join_next(as_place(where), limit):
-                    return None
-                silent |= self.unsure
-                continue
-            if silent and 2 * len(left) <= len(self.crew):
-                what = f"machine {self.leader}, the head, is silent and may go on without this half of the machines"
-                print_line(f"{what}; they end")
-                return EXIT_ALONE
-            if self.station.called is not None and self._join(self.station.called):  # another one was faster
-                return None
-            self._take_over(left, silent)
+        is_heir = any(node == self.node for node, *_ in left)
+        silent |= self._find_next(
+            [as_place(where) for node, *where in left if node < self.node or not is_heir], is_heir
+        )
+        if self.channel is not None or self.caught:
             return None
-        return EXIT_ALONE
+        if not is_heir:
+            return EXIT_ALONE
+        if silent and 2 * len(left) <= len(self.crew):
+            what = f"machine {self.leader}, the head, is silent and may go on without this half of the machines"
+            print_line(f"{what}; they end")
+            return EXIT_ALONE
+        if self.station.called is not None and self._join(self.station.called):  # another one was faster
+            return None
+        self._take_over(left, silent)
+        return None
 
-    def _join_next(self, where: Address, limit: float) -> bool:
-        """Join the machine that may lead next once it does, or another one that called. Return False if it does not for
-        long, or if none answered there once until ``limit``: a switch may have taken many of them away."""
-        until = max(limit, time.monotonic() + _TAKE_OVER_SECONDS)
-        while not self.caught:
-            unsure = self.unsure
+    def _find_next(self, ahead: list[Address], is_heir: bool) -> bool:
+        """Join the first machine ``ahead`` once it leads, or another one that called. Pass over those that answer and do
+        not lead for long, and over those that never answer: a switch may have taken many of them away, so an heir asks
+        all of them at once. Return whether one that was passed over may be alive and cut off."""
+        began = since = time.monotonic()
+        answered, may_live = set[Address](), False
+        while ahead and not self.caught:
             if self.station.called is not None and self._join(self.station.called):  # another machine took over first
-                return True
-            self.unsure = unsure  # only the candidate's silence counts: it is asked below
-            answer = self._join(where)
-            if answer or time.monotonic() > (limit if answer is None else until):
-                return bool(answer)
+                break
+            self.unsure = False  # only the silence of those ahead counts
+            answer = self._join(ahead[0])
+            if answer:
+                break
+            silent = {ahead[0]} if self.unsure else set()
+            others = ahead[1:] if answer is None and is_heir else []
+            for where, connection in zip(others, connect_all(others, _HELLO_SECONDS), strict=True):
+                if not isinstance(connection, OSError):
+                    answered.add(where)
+                    connection.close()
+                elif not isinstance(connection, ConnectionRefusedError):
+                    silent.add(where)
+            if answer is not None:
+                answered.add(ahead[0])
+            now, first = time.monotonic(), ahead[0]
+            passed = {where for where in (first, *others) if where not in answered and now > began + _ANSWER_SECONDS}
+            passed |= {first} if now > since + _TAKE_OVER_SECONDS else set()
+            may_live |= bool(passed & silent)
+            ahead = [where for where in ahead if where not in passed]
+            if first in passed:
+                since = now
             time.sleep(_TURN_SECONDS)
-        return False
+        return may_live
 
     def _take_over(self, left: Sequence[tuple[int, str, int]], silent: bool) -> None:
         head = self._lead({node for node, _, _ in left}, time.monotonic() + _TAKE_OVER_SECONDS)
