@@ -414,8 +414,8 @@ class NodeAgent:
         return None
 
     def _find_next(self, ahead: list[Address], is_heir: bool) -> bool:
-        """Join the first machine ``ahead`` once it leads, or another one that called. Pass over those that answer and do
-        not lead for long, and over those that never answer: a switch may have taken many of them away, so an heir asks
+        """Join the first machine ``ahead`` once it leads, or another one that called. Pass over those that answer and
+        do not lead for long, and those that never answer: a switch may have taken many of them away, so an heir asks
         all of them at once. Return whether one that was passed over may be alive and cut off."""
         began = since = time.monotonic()
         answered, may_live = set[Address](), False
