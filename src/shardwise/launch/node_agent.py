@@ -28,7 +28,7 @@ _TURN_SECONDS = 0.1
 _REST_SECONDS = 1e-5  # of the head between turns, for each machine
 _BEAT_SECONDS = 0.5
 _TAKE_OVER_SECONDS = 15.0  # for the other machines to notice that the head is lost
-_ANSWER_SECONDS = 5.0  # for a machine that may lead next to answer at all
+_ANSWER_SECONDS = 4.0  # for a machine that may lead next to answer at all
 _HELLO_SECONDS = 2.0
 _PORT_SECONDS = 10.0  # how long a free port is assumed to stay free
 _MOST_STRANGERS = 64  # connections that have not identified themselves
@@ -397,9 +397,9 @@ class NodeAgent:
             return None
         left = [place for place in sorted(self.crew) if place[0] != self.leader]
         is_heir = any(node == self.node for node, *_ in left)
-        silent |= self._find_next(
-            [as_place(where) for node, *where in left if node < self.node or not is_heir], is_heir
-        )
+        ahead = [as_place(where) for node, *where in left if node < self.node or not is_heir]
+        cut_off, unreachable = self._find_next(ahead, is_heir)
+        silent |= cut_off
         if self.channel is not None or self.caught:
             return None
         if not is_heir:
@@ -410,44 +410,49 @@ class NodeAgent:
             return EXIT_ALONE
         if self.station.called is not None and self._join(self.station.called):  # another one was faster
             return None
-        self._take_over(left, silent)
+        self._take_over({node for node, *where in left if as_place(where) not in unreachable}, silent)
         return None
 
-    def _find_next(self, ahead: list[Address], is_heir: bool) -> bool:
+    def _find_next(self, ahead: list[Address], is_heir: bool) -> tuple[bool, set[Address]]:
         """Join the first machine ``ahead`` once it leads, or another one that called. Pass over those that answer and
         do not lead for long, and those that never answer: a switch may have taken many of them away, so an heir asks
-        all of them at once. Return whether one that was passed over may be alive and cut off."""
+        all of them at once. Return (whether one that was passed over may be alive and cut off, those that never
+        answered)."""
         began = since = time.monotonic()
-        answered, may_live = set[Address](), False
+        answered, unreachable, cut_off = set[Address](), set[Address](), False
         while ahead and not self.caught:
             if self.station.called is not None and self._join(self.station.called):  # another machine took over first
                 break
-            self.unsure = False  # only the silence of those ahead counts
-            answer = self._join(ahead[0])
-            if answer:
-                break
-            silent = {ahead[0]} if self.unsure else set()
-            others = ahead[1:] if answer is None and is_heir else []
-            for where, connection in zip(others, connect_all(others, _HELLO_SECONDS), strict=True):
-                if not isinstance(connection, OSError):
-                    answered.add(where)
-                    connection.close()
-                elif not isinstance(connection, ConnectionRefusedError):
-                    silent.add(where)
-            if answer is not None:
-                answered.add(ahead[0])
-            now, first = time.monotonic(), ahead[0]
-            passed = {where for where in (first, *others) if where not in answered and now > began + _ANSWER_SECONDS}
-            passed |= {first} if now > since + _TAKE_OVER_SECONDS else set()
-            may_live |= bool(passed & silent)
+            first, silent = ahead[0], set[Address]()
+            asked = ahead if is_heir and first in unreachable else [first]
+            if asked is ahead:
+                for where, connection in zip(asked, connect_all(asked, _HELLO_SECONDS), strict=True):
+                    if not isinstance(connection, OSError):
+                        answered.add(where)
+                        connection.close()
+                    elif not isinstance(connection, ConnectionRefusedError):
+                        silent.add(where)
+            else:
+                self.unsure = False  # only the silence of those ahead counts
+                if answer := self._join(first):
+                    break
+                if answer is not None:
+                    answered.add(first)
+                elif self.unsure:
+                    silent.add(first)
+            now = time.monotonic()
+            unreachable = (unreachable | {*asked}) - answered
+            passed = unreachable.intersection(asked) if now > began + _ANSWER_SECONDS else set[Address]()
+            if now > since + _TAKE_OVER_SECONDS:
+                passed.add(first)
+            cut_off |= bool(passed & silent)
             ahead = [where for where in ahead if where not in passed]
-            if first in passed:
-                since = now
+            since = now if first in passed else since
             time.sleep(_TURN_SECONDS)
-        return may_live
+        return cut_off, unreachable
 
-    def _take_over(self, left: Sequence[tuple[int, str, int]], silent: bool) -> None:
-        head = self._lead({node for node, _, _ in left}, time.monotonic() + _TAKE_OVER_SECONDS)
+    def _take_over(self, awaited: set[int], silent: bool) -> None:
+        head = self._lead(awaited, time.monotonic() + _TAKE_OVER_SECONDS)
         head.number = self.number + 1
         head.course.step = self.station.step
         head.addresses = {node: (address, port) for node, address, port in self.crew}
