@@ -89,6 +89,7 @@ class Coordinator:
     called: float = 0.0
     num_calls: int = 0
     unanswered: Counter[int] = field(default_factory=Counter)  # calls since a machine took one
+    cut_off: set[int] = field(default_factory=set)  # machines to which a call was lost: they may follow another head
     tell_at: float = field(default_factory=lambda: time.monotonic() + _TELL_SECONDS)  # when to print who is missing
 
     # ------------------------------------------------------------------------------------------------------- hearing
@@ -196,6 +197,7 @@ class Coordinator:
         ):
             if isinstance(connection, OSError):
                 self.unanswered[other] += 1
+                self.cut_off |= set() if isinstance(connection, ConnectionRefusedError) else {other}
                 continue
             del self.unanswered[other]
             channels.append(Channel(connection, self.secret))
@@ -296,9 +298,12 @@ class Coordinator:
         all_here = awaited <= self.machines.keys() or now >= self.until_all
         missing = name_machines(set(range(self.num_machines)) - self.machines.keys())
         counts = f"{count_ranks(total)} of the {self.course.fewest} that are needed"
-        if len(chosen) < self.least:
-            counts += f", on {len(chosen)} of the {self.least} machines without which the others may go on"
-        if all_here and total >= self.course.fewest and len(chosen) >= self.least:
+        least = self.least
+        if (self.awaited & self.cut_off) - self.machines.keys():
+            least = max(least, len(self.addresses) // 2 + 1)
+        if len(chosen) < least:
+            counts += f", on {len(chosen)} of the {least} machines without which the others may go on"
+        if all_here and total >= self.course.fewest and len(chosen) >= least:
             self._begin(chosen, total)
         elif now >= self.deadline:
             self.finish(
