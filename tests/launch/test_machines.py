@@ -483,7 +483,7 @@ def test_a_head_that_called_in_an_earlier_generation_makes_nobody_unsure(monkeyp
             raise TimeoutError
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(node_agent, "_TAKE_OVER_SECONDS", 0.2)
+    monkeypatch.setattr(node_agent, "_ANSWER_SECONDS", 0.2)
     stale = ("10.0.0.9", 5)
     for called_at, candidate, least in ((stale, "10.0.0.1", 1), (None, stale[0], 2), (stale, stale[0], 2)):
         member = NodeAgent(RestartPolicy(ElasticConfig(), 3), 2, 3, ("127.0.0.1", 1), "", [0], SECRET, [])

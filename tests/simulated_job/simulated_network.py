@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import itertools
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +114,34 @@ class Wire:
         listener.backlog.append(far)
         self.notify(listener)
         return near
+
+    def connect_all(self, places: Sequence[tuple[str, int]], timeout: float) -> list[Any]:
+        answers = Answers(len(places))
+
+        def connect(number: int, where: tuple[str, int]) -> None:
+            try:
+                answers.found[number] = self.create_connection(where, timeout)
+            except OSError as error:
+                answers.found[number] = error
+            self.notify(answers)
+
+        for number, where in enumerate(places):
+            self.simulation.start(self.process, partial(connect, number, where))
+        while not answers.is_readable:  # each that is there wakes this task
+            self.simulation.wait([answers], None)
+        return [answers.found[number] for number in range(len(places))]
+
+
+class Answers(Readable):
+    """Connections that threads of a process make. ``found``: what came of each so far."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.found = count, dict[int, Any]()
+
+    @property
+    def is_readable(self) -> bool:
+        return len(self.found) == self.count
 
 
 class ListeningSocket(Readable):

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from shardwise.errors import ShardwiseError
@@ -185,6 +186,19 @@ def wait_until_readable(files: Sequence[HasFileno], seconds: float) -> set[int]:
     for file in files:
         poll.register(file, select.POLLIN)
     return {descriptor for descriptor, _ in poll.poll(1000 * seconds)}
+
+
+def connect_all(places: Sequence[tuple[str, int]], seconds: float) -> list[socket.socket | OSError]:
+    """Connect to several launchers at once, and return each connection, or the error."""
+
+    def connect(where: tuple[str, int]) -> socket.socket | OSError:
+        try:
+            return socket.create_connection(where, seconds)
+        except OSError as error:
+            return error
+
+    with ThreadPoolExecutor(max(1, len(places))) as threads:
+        return list(threads.map(connect, places))
 
 
 # ---------------------------------------------------------------------------------------- what a message may contain

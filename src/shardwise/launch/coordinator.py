@@ -6,14 +6,13 @@ the others stop their ranks, and assigns the ranks of the next generation. Stand
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.launch.channel import Channel, as_place, as_port, as_text, whole
+from shardwise.launch.channel import Channel, as_place, as_port, as_text, connect_all, whole
 from shardwise.launch.hang_detector import count_ranks, name_all_ranks
 from shardwise.launch.job import print_line
 from shardwise.launch.processes import Failure
@@ -30,6 +29,8 @@ _TELL_SECONDS = 30.0
 _NUM_HEIRS = 64  # machines that may lead next: only these are told where all are, which is a long list
 _CALL_LIMIT = 0.3
 _CALL_SECONDS = 2.0  # between calls to a machine that is missing
+_CALLED_AT_ONCE = 64
+_MOST_UNANSWERED = 2  # calls, after which a machine is not awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,8 @@ class Coordinator:
     beaten: float = 0.0
     called: float = 0.0
     num_calls: int = 0
+    unanswered: Counter[int] = field(default_factory=Counter)  # calls since a machine took one
+    cut_off: set[int] = field(default_factory=set)  # machines to which a call was lost: they may follow another head
     tell_at: float = field(default_factory=lambda: time.monotonic() + _TELL_SECONDS)  # when to print who is missing
 
     # ------------------------------------------------------------------------------------------------------- hearing
@@ -178,19 +181,31 @@ class Coordinator:
             self.unsure |= may_live
 
     def _call_the_missing(self, now: float) -> None:
-        """Call one missing machine: a restarted machine asks the first one, which may be lost itself. Only one is
-        called at a time, as the call may block."""
+        """Call missing machines: a restarted machine asks the first one, which may be lost itself. A call may block, so
+        some are called at a time, and all of these at once."""
         missing = sorted(self.addresses.keys() - self.machines.keys() - {self.node})
-        if now < self.called + _CALL_SECONDS / max(1, len(missing)) or not missing:
+        if now < self.called + _CALL_SECONDS * _CALLED_AT_ONCE / max(_CALLED_AT_ONCE, len(missing)) or not missing:
             return
         self.called = now
-        node = missing[self.num_calls % len(missing)]
-        self.num_calls += 1
-        with contextlib.suppress(OSError), socket.create_connection(self.addresses[node], _CALL_LIMIT) as connection:
-            channel = Channel(connection, self.secret)
-            number, running, node = self.precedence
-            channel.send(come=self.addresses.get(self.node), number=number, running=running, node=-node)
-            channel.messages(_CALL_LIMIT)  # sends after the other end's greeting; the other end closes when it has read
+        start = self.num_calls % len(missing)
+        chosen = (missing[start:] + missing[:start])[:_CALLED_AT_ONCE]
+        self.num_calls += len(chosen)
+        number, running, node = self.precedence
+        channels: list[Channel] = []
+        for other, connection in zip(
+            chosen, connect_all([self.addresses[other] for other in chosen], _CALL_LIMIT), strict=True
+        ):
+            if isinstance(connection, OSError):
+                self.unanswered[other] += 1
+                self.cut_off |= set() if isinstance(connection, ConnectionRefusedError) else {other}
+                continue
+            del self.unanswered[other]
+            channels.append(Channel(connection, self.secret))
+            channels[-1].send(come=self.addresses.get(self.node), number=number, running=running, node=-node)
+        until = time.monotonic() + _CALL_LIMIT
+        for channel in channels:  # sends after the other end's greeting; the other end closes when it has read
+            channel.messages(max(0.0, until - time.monotonic()))
+            channel.close()
 
     @property
     def precedence(self) -> tuple[int, int, int]:
@@ -279,12 +294,16 @@ class Coordinator:
         chosen = sorted(self.machines.values(), key=lambda machine: machine.node)
         chosen = [machine for machine in chosen if machine.slots][: self.num_machines]
         total = sum(len(machine.slots) for machine in chosen)
-        all_here = self.awaited <= self.machines.keys() or now >= self.until_all
+        awaited = {node for node in self.awaited if self.unanswered[node] < _MOST_UNANSWERED}
+        all_here = awaited <= self.machines.keys() or now >= self.until_all
         missing = name_machines(set(range(self.num_machines)) - self.machines.keys())
         counts = f"{count_ranks(total)} of the {self.course.fewest} that are needed"
-        if len(chosen) < self.least:
-            counts += f", on {len(chosen)} of the {self.least} machines without which the others may go on"
-        if all_here and total >= self.course.fewest and len(chosen) >= self.least:
+        least = self.least
+        if (self.awaited & self.cut_off) - self.machines.keys():
+            least = max(least, len(self.addresses) // 2 + 1)
+        if len(chosen) < least:
+            counts += f", on {len(chosen)} of the {least} machines without which the others may go on"
+        if all_here and total >= self.course.fewest and len(chosen) >= least:
             self._begin(chosen, total)
         elif now >= self.deadline:
             self.finish(

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.hosts import free_port, listen, own_address, route_address
-from shardwise.launch.channel import Channel, as_place, as_text, wait_until_readable, whole
+from shardwise.launch.channel import Channel, as_place, as_text, connect_all, wait_until_readable, whole
 from shardwise.launch.coordinator import EXIT_ALONE, SURE_SECONDS, Address, Coordinator
 from shardwise.launch.job import EXIT_INTERRUPTED, print_line
 from shardwise.launch.processes import Failure
@@ -28,6 +28,7 @@ _TURN_SECONDS = 0.1
 _REST_SECONDS = 1e-5  # of the head between turns, for each machine
 _BEAT_SECONDS = 0.5
 _TAKE_OVER_SECONDS = 15.0  # for the other machines to notice that the head is lost
+_ANSWER_SECONDS = 4.0  # for a machine that may lead next to answer at all
 _HELLO_SECONDS = 2.0
 _PORT_SECONDS = 10.0  # how long a free port is assumed to stay free
 _MOST_STRANGERS = 64  # connections that have not identified themselves
@@ -395,41 +396,63 @@ class NodeAgent:
         if self.station.gave_way or self.number < 0 or self.leader == self.node:  # begin from the start
             return None
         left = [place for place in sorted(self.crew) if place[0] != self.leader]
-        limit = time.monotonic() + _TAKE_OVER_SECONDS
-        for node, *where in left:
-            if node != self.node:
-                self.unsure = False
-                if self._join_next(as_place(where), limit):
-                    return None
-                silent |= self.unsure
-                continue
-            if silent and 2 * len(left) <= len(self.crew):
-                what = f"machine {self.leader}, the head, is silent and may go on without this half of the machines"
-                print_line(f"{what}; they end")
-                return EXIT_ALONE
-            if self.station.called is not None and self._join(self.station.called):  # another one was faster
-                return None
-            self._take_over(left, silent)
+        is_heir = any(node == self.node for node, *_ in left)
+        ahead = [as_place(where) for node, *where in left if node < self.node or not is_heir]
+        cut_off, unreachable = self._find_next(ahead, is_heir)
+        silent |= cut_off
+        if self.channel is not None or self.caught:
             return None
-        return EXIT_ALONE
+        if not is_heir:
+            return EXIT_ALONE
+        if silent and 2 * len(left) <= len(self.crew):
+            what = f"machine {self.leader}, the head, is silent and may go on without this half of the machines"
+            print_line(f"{what}; they end")
+            return EXIT_ALONE
+        if self.station.called is not None and self._join(self.station.called):  # another one was faster
+            return None
+        self._take_over({node for node, *where in left if as_place(where) not in unreachable}, silent)
+        return None
 
-    def _join_next(self, where: Address, limit: float) -> bool:
-        """Join the machine that may lead next once it does, or another one that called. Return False if it does not for
-        long, or if none answered there once until ``limit``: a switch may have taken many of them away."""
-        until = max(limit, time.monotonic() + _TAKE_OVER_SECONDS)
-        while not self.caught:
-            unsure = self.unsure
+    def _find_next(self, ahead: list[Address], is_heir: bool) -> tuple[bool, set[Address]]:
+        """Join the first machine ``ahead`` once it leads, or another one that called. Pass over those that answer and
+        do not lead for long, and those that never answer: a switch may have taken many of them away, so an heir asks
+        all of them at once. Return (whether one that was passed over may be alive and cut off, those that never
+        answered)."""
+        began = since = time.monotonic()
+        answered, unreachable, cut_off = set[Address](), set[Address](), False
+        while ahead and not self.caught:
             if self.station.called is not None and self._join(self.station.called):  # another machine took over first
-                return True
-            self.unsure = unsure  # only the candidate's silence counts: it is asked below
-            answer = self._join(where)
-            if answer or time.monotonic() > (limit if answer is None else until):
-                return bool(answer)
+                break
+            first, silent = ahead[0], set[Address]()
+            asked = ahead if is_heir and first in unreachable else [first]
+            if asked is ahead:
+                for where, connection in zip(asked, connect_all(asked, _HELLO_SECONDS), strict=True):
+                    if not isinstance(connection, OSError):
+                        answered.add(where)
+                        connection.close()
+                    elif not isinstance(connection, ConnectionRefusedError):
+                        silent.add(where)
+            else:
+                self.unsure = False  # only the silence of those ahead counts
+                if answer := self._join(first):
+                    break
+                if answer is not None:
+                    answered.add(first)
+                elif self.unsure:
+                    silent.add(first)
+            now = time.monotonic()
+            unreachable = (unreachable | {*asked}) - answered
+            passed = unreachable.intersection(asked) if now > began + _ANSWER_SECONDS else set[Address]()
+            if now > since + _TAKE_OVER_SECONDS:
+                passed.add(first)
+            cut_off |= bool(passed & silent)
+            ahead = [where for where in ahead if where not in passed]
+            since = now if first in passed else since
             time.sleep(_TURN_SECONDS)
-        return False
+        return cut_off, unreachable
 
-    def _take_over(self, left: Sequence[tuple[int, str, int]], silent: bool) -> None:
-        head = self._lead({node for node, _, _ in left}, time.monotonic() + _TAKE_OVER_SECONDS)
+    def _take_over(self, awaited: set[int], silent: bool) -> None:
+        head = self._lead(awaited, time.monotonic() + _TAKE_OVER_SECONDS)
         head.number = self.number + 1
         head.course.step = self.station.step
         head.addresses = {node: (address, port) for node, address, port in self.crew}

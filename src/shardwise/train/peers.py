@@ -378,22 +378,23 @@ class Peers:
         if not found:
             what = f"no machine has the manifest of step {kept.step} ({min(kept.where)} and its other files)"
             raise ShardwiseError(what)
-        manifest, values, plain = parse_manifest(found[0][0]), dict[str, Any](), dict[str, Any]()
+        manifest, values, plain = found[0][0], dict[str, Any](), dict[str, Any]()
         for _, notes in found:
             for note in notes:
                 values |= note["values"]
                 plain |= note["plain"]
         return replace(manifest, step=kept.step, values={**manifest.values, **values, "plain": plain})
 
-    def _content(self, kept: SurvivingState) -> tuple[str, list[Any]] | None:
+    def _content(self, kept: SurvivingState) -> tuple[Manifest, list[Any]] | None:
         """Return the manifest and the notes of a state on this machine, on its first rank, if there are any. (A machine
-        may keep no file, and some files of the slot may be of another step.)"""
+        may keep no file, and some files of the slot may be of another step.) The others get it parsed, which costs an
+        eighth of parsing it."""
         folder = self.memory / str(kept.number)
         paths = (path for end in ("", _COPY) for path in folder.glob(f"*-{kept.slot}{end}{_NOTE}"))
         notes = [note for note in map(_read, paths) if note.get("step") == kept.step]
         if notes and self.shares_folder[self.rank] == self.rank:
-            with contextlib.suppress(OSError):
-                return (folder / _TENSORS).read_text(), notes
+            with contextlib.suppress(OSError, ShardwiseError):
+                return parse_manifest((folder / _TENSORS).read_text()), notes
         return None
 
     def forget_after(self, step: int) -> None:
