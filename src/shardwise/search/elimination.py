@@ -163,13 +163,12 @@ class Elimination:
     ``last``: a variable that is left; ``narrow``: leave all variables whose joint table has over three variables or
     ``MAX_NARROW_COMBINATIONS``, and all once the tables take half of ``MAX_ELIMINATION_BYTES``. ``widest``,
     ``largest``: the variables of the largest joint table, and its combinations; ``work``: those of all that are
-    computed, infinite if one is too large; ``num_bytes``: of all tables that are computed. ``cutsets``, ``of_core``: what leaves the rest of a narrow one narrow (``search.conditioning``), and its
-    eliminations, for all problems with this order.
+    computed, infinite if one is too large; ``num_bytes``: of all tables that are computed. ``cutsets``, ``of_core``:
+    what leaves the rest of a narrow one narrow (``search.conditioning``), and its eliminations, for all problems with
+    this order.
     """
 
-    def __init__(
-        self, problem: Problem, last: int | None = None, *, narrow: bool = False, shares: bool = True
-    ) -> None:
+    def __init__(self, problem: Problem, last: int | None = None, *, narrow: bool = False, shares: bool = True) -> None:
         self.sizes, self.last, self.narrow, self.shares = problem.sizes, last, narrow, shares
         self.work = 0.0
         self.num_tables = 1 + max((number for _, number in problem.factors), default=-1)
