@@ -157,10 +157,8 @@ def advice(plan: PlanData) -> list[str]:
     if host >= _ADVISED_HOST_SHARE:
         lines.append(f"{host:.0%} of the step waits for the host to start kernels one by one: use a larger {larger}")
         if casts >= _ADVISED_HOST_SHARE:
-            what = "of the step are casts of parameters and gradients, each a kernel to start"
-            lines.append(
-                f"{casts:.0%} {what}: so small a model may be faster if it computes in the dtype that it stores"
-            )
+            what = "of the step goes to casts of parameters and gradients, each a kernel to start"
+            lines.append(f"{casts:.0%} {what}: a model this small may be faster without the lower precision")
     if messages >= _ADVISED_SHARE:
         lines.append(f"{messages:.0%} of the step waits for messages: use a larger {larger}, or fewer devices")
     if copies >= _ADVISED_SHARE:
