@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import shtab
 
-from shardwise.commands.command import EXIT_USAGE, Command, Parser, add_output
+from shardwise.commands.command import EXIT_USAGE, Command, Parser, add_output, as_options
 from shardwise.commands.json_output import cluster_data, show
 from shardwise.commands.models import BuildError
 from shardwise.commands.plans import PLAN_COMMANDS, run_rank_alone
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # closed before it started: >&-
             sys.stdout.flush()
     except ShardwiseError as error:
-        print(f"shardwise: {error}", file=sys.stderr)
+        print(f"shardwise: {as_options(str(error), chosen)}", file=sys.stderr)
         return EXIT_USAGE
     except BuildError as error:
         error.show()

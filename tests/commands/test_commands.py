@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,8 +20,9 @@ import torch
 import shardwise as sw
 from shardwise import cli
 from shardwise.commands import plans
+from shardwise.commands.command import as_options
 from shardwise.commands.models import add_model, model_of
-from shardwise.commands.plans import add_settings
+from shardwise.commands.plans import add_settings, settings_of
 from shardwise.costs.cluster_file import families
 from shardwise.graph.segments import WAYS
 from shardwise.plans.schedule import SCHEDULES
@@ -187,6 +190,38 @@ def test_fits_has_an_exit_code(folder: Path, capsys: pytest.CaptureFixture[str])
     data = json.loads(capsys.readouterr().out)
     assert data["fits"] is False
     assert "no plan fits" in data["refused"]
+
+
+def test_advice_names_options_that_the_command_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fits", "net.py:build", "--cluster", "h100-1x4", "--stages", "2", "--seconds", "0") == 0
+    shown = capsys.readouterr().out
+    parser = argparse.ArgumentParser()
+    add_settings(parser, cluster=False)
+    advised = [text for text in re.findall(r"\(([^()]*--[^()]*)\)", shown) if not text.startswith("no ")]
+    settings = [settings_of(parser.parse_args(["net.py:build", *shlex.split(text)])) for text in advised]
+    assert {"precision", "schedule", "recompute"} <= {name for each in settings for name in each}
+    assert "(no --stages)" in shown
+    assert run("plan", "net.py:build", "--cluster", "2", "--schedule", "1F1B") == 2
+    shown += capsys.readouterr().err
+    assert "give --stages 4, or --stages marked" in shown
+    assert not re.search(r"sw\.|(?<![\w-])(?:stages|recompute|schedule|precision)=", shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("smaller batches (global_batch=8, micro_batch=4)", "smaller batches (--global-batch 8 --micro-batch 4)"),
+        ("a mesh=, stages= or recompute=", "a --mesh, --stages or --recompute"),
+        ("give mesh=sw.Mesh(dp=2, tp=4)", "give --mesh dp=2,tp=4"),
+        ('sw.plan(..., search="x"), or ask sw.fits', "shardwise plan --search x, or ask shardwise fits"),
+        ('states there (optimizer="adamw on host")', "states there (--optimizer 'adamw on host')"),
+        ("leave imbalance= out; loss=3 and sw.planned", "leave --imbalance out; loss=3 and sw.planned"),
+    ],
+)
+def test_calls_of_python_are_written_as_options(text: str, says: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_settings(parser, cluster=False)
+    assert as_options(text, parser.parse_args(["net.py:build"])) == says
 
 
 def test_an_error_of_the_users_own_function_is_shown_from_his_line_on(

@@ -138,6 +138,7 @@ def test_a_recipe_that_does_not_fit_leaves_no_files(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("name", "cluster"),
     [
+        ("gpt2", "h100-1x8"),
         ("llama3-8b", "h100-1x8"),
         ("llama3-70b", "h100-8x8"),
         ("mixtral", "h100-4x8"),

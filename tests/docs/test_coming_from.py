@@ -43,18 +43,32 @@ def side(title: str, sign: str) -> str:
     return "\n".join(lines)
 
 
-def test_both_sides_of_the_accelerate_page_train_alike(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
+@pytest.mark.parametrize(
+    ("title", "package", "ranks", "whole", "count"),
+    [
+        ("accelerate", "accelerate", 2, "lambda p: p.detach()", 4),
+        ("Lightning", "lightning", 2, "lambda p: p.detach()", 4),
+        ("torchtitan", "torch", 2, "lambda p: p.full_tensor()", 10),
+        pytest.param("torchtitan", "torch", 4, "lambda p: p.full_tensor()", 10, marks=pytest.mark.long),
+    ],
+)
+def test_both_sides_of_a_diff_train_alike(
+    title: str, package: str, ranks: int, whole: str, count: int, tmp_path: Path
+) -> None:
+    pytest.importorskip(package)
     results: list[Any] = []
-    for sign, start, whole in (("-", TORCHRUN, "lambda p: p.detach()"), ("+", RUN, "sw.full_tensor")):
-        script = side("accelerate", sign) + PRINT.replace("{WHOLE}", whole)
+    for sign, start, gathers in (("-", TORCHRUN, whole), ("+", RUN, "sw.full_tensor")):
+        script = side(title, sign)
+        script += "\nloss, model = torch.zeros(()), module" if title == "Lightning" else ""
         folder = tmp_path / sign
         folder.mkdir()
-        (folder / "train.py").write_text(script)
-        results.append(json.loads(outputs(*start, "train.py", folder=folder).splitlines()[-1]))
-    # The loss of accelerate's rank 0 is that of its half of the batch.
-    assert results[1][1:] == pytest.approx(results[0][1:], rel=1e-5)
-    assert len(results[0]) == 5
+        (folder / "train.py").write_text(script + PRINT.replace("{WHOLE}", gathers))
+        command = [str(ranks) if word == "2" else word for word in start]
+        results.append(json.loads(outputs(*command, "train.py", folder=folder).splitlines()[-1]))
+    # The loss of rank 0 is that of its part of the batch, where the other tool splits batches.
+    first = 0 if (title, ranks) == ("torchtitan", 2) else 1
+    assert results[1][first:] == pytest.approx(results[0][first:], rel=1e-5)
+    assert len(results[0]) == 1 + count
 
 
 @pytest.mark.long

@@ -104,3 +104,17 @@ def test_waits_for_copies_of_the_host_are_no_waits_for_messages():
     assert "waits for copies from and to the host: use a larger batch" in text
     assert "waits for messages" not in text
     assert plan.prediction.message_wait == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_tiny_step_in_a_lower_precision_says_that_casts_take_longer_than_they_save():
+    torch.manual_seed(0)
+    net, inputs = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)), torch.randn(8, 16)
+    lower = sw.Precision(compute=torch.bfloat16, parameter=torch.float32)
+    own, cast = (
+        sw.plan(net, inputs, "h100-1x4", loss=lambda y: y.square().mean(), mode="data_parallel", precision=precision)
+        for precision in (None, lower)
+    )
+    assert "casts of parameters" in str(cast)
+    assert "casts of parameters" not in str(own)
+    more = cast.prediction.default_seconds - own.prediction.default_seconds
+    assert cast.prediction.cast_seconds == pytest.approx(more, rel=0.1)

@@ -135,6 +135,8 @@ def test_the_first_value_is_named_on_all_ranks(
             assert "in [" in first.operands[0]
         if plan == "data parallel" and kind in ("operator", "input"):
             assert first.ranks == (1,), "the rank that has the sample"
+        if plan == "tensor parallel" and (name == "log" or kind == "input"):
+            assert first.ranks == (0, 1), "both have all samples, and only one adds a bias to its partial sum"
 
 
 class Tower(nn.Module):

@@ -13,7 +13,7 @@ from search.cost_graphs import all_values, random_problem
 from shardwise.errors import ShardwiseError
 from shardwise.search import conditioning, elimination, message_passing
 from shardwise.search.constants import MAX_CONDITIONED_COMBINATIONS
-from shardwise.search.elimination import Interner, Problem, TooWide, elimination_of, fix_variables, solve
+from shardwise.search.elimination import Elimination, Interner, Problem, TooWide, elimination_of, fix_variables, solve
 
 
 @pytest.mark.parametrize("start", range(0, 500, 100))
@@ -50,6 +50,26 @@ def test_an_elimination_is_remembered_for_problems_that_differ_in_prices_only():
     )
     assert solve(doubled).value == all_values(doubled).min()
     assert len(problem.known) == 1
+
+
+def test_terms_of_all_layers_that_are_summed_do_not_join_layers(monkeypatch):
+    """As the router loss of experts: each layer's routing (5 ways) adds to two sums, which run along the layers."""
+    sizes, tables, factors = [6, 5, 3, 4] * 24, Interner(), []
+    draw = np.random.default_rng(0)
+    table = {pair: tables.add(draw.random([sizes[v % 4] for v in pair])) for pair in [(0, 1), (1, 2), (1, 3)]}
+    table |= {(v, v + 4): tables.add(draw.random((sizes[v], sizes[v]))) for v in (0, 2, 3)}
+    for layer in range(24):
+        for pair, number in table.items():
+            scope = tuple(4 * layer + v for v in pair)
+            if scope[1] < len(sizes):
+                factors.append((scope, number))
+    problem = Problem(sizes, factors, tables)
+    equal_layers_first, value = Elimination(problem), solve(problem).value
+    assert equal_layers_first.largest == 16_200
+    monkeypatch.setattr(elimination, "MAX_NARROW_COMBINATIONS", 50_000)
+    problem.known.clear()
+    assert elimination_of(problem).largest == 6 * 5 * 6 * 3 * 4
+    assert solve(problem).value == pytest.approx(value, rel=1e-12)
 
 
 def test_all_values_are_those_of_the_assignments_one_by_one():

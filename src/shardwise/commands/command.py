@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,6 +69,39 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     execute: Callable[[argparse.Namespace], int]
     has_json: bool = True
+
+
+# Settings of ``sw.plan`` under the names of their options; others have the same name.
+_OPTION_OF = {"strategies": "strategy", "layouts": "layout", "memory_bytes": "memory"}
+_FUNCTIONS = re.compile(r"\bsw\.(plan|fits|verify|check)(?:\((?:\.\.\.)?(?:, )?(.*?)\)(?=$|[\s,.;:]))?(?![\w(])")
+_VALUE = r"""sw\.\w+\([^()]*\)|\[[^\[\]]*\]|"[^"]*"|'[^']*'|[\w.+]*[\w+]|\.\.\.|"""
+
+
+def as_options(text: str, chosen: argparse.Namespace) -> str:
+    """Rewrite the calls and settings of Python in advice as commands and their options: ``zero=3`` as ``--zero 3``.
+
+    Args:
+        text: An error, a warning or a suggestion of a function that Python code calls, too.
+        chosen: The parsed options of the command; settings that it has no option for are left as they are.
+    """
+
+    def option(match: re.Match[str]) -> str:
+        name, value = "--" + _OPTION_OF.get(match[1], match[1]).replace("_", "-"), match[2]
+        if value == "None":
+            return f"no {name}"
+        if value.startswith("["):
+            return " ".join(f"{name} {shlex.quote(item)}" for item in re.findall(r"[\"']([^\"']*)[\"']", value))
+        inner = (
+            re.sub(r"^sw\.\w+\(|\)$|torch\.|[\"']|(?<=,) ", "", value)
+            if value.startswith("sw.")
+            else value.strip("\"'")
+        )
+        return f"{name} {shlex.quote(inner)}" if inner else name
+
+    names = "|".join(sorted({*vars(chosen), *(n for n, to in _OPTION_OF.items() if to in vars(chosen))}))
+    text = _FUNCTIONS.sub(lambda match: f"shardwise {match[1]} {match[2] or ''}".rstrip(), text)
+    text = re.sub(rf"(?<![\w.\"'-])({names})=({_VALUE})", option, text)
+    return re.sub(r"(--[a-z-]+ [^\s,()]+), (?=--)", r"\1 ", text)
 
 
 def add_output(parser: argparse.ArgumentParser, what: str, *, required: bool = True) -> None:

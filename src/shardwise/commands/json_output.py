@@ -9,6 +9,8 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from shardwise.commands.command import as_options
+
 if TYPE_CHECKING:
     from shardwise.costs.cluster import Cluster
     from shardwise.plans.auto_stages import AutoStagesReport, SettingOutcome
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def show(text: Any, chosen: argparse.Namespace, data: Callable[[], Any]) -> None:
-    print(json.dumps(_plain(data()), indent=1, allow_nan=False) if chosen.json else text)
+    print(json.dumps(_plain(data()), indent=1, allow_nan=False) if chosen.json else as_options(str(text), chosen))
 
 
 def _plain(data: Any) -> Any:

@@ -22,6 +22,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.untrusted_text import whole_number
 
 SCRIPT, SIZES, PLAN = "train.py", "recipe.toml", "plan.json"
+SECONDS = 900.0  # of planning, by default: what ends it is announced, with the gap
 # Settings that are no part of a published recipe.
 _TRAIN = {
     "data": "",
@@ -57,7 +58,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     add("--cluster", required=True, choices=Suggestions(families()), metavar="CLUSTER", help=says)
     add("--tiny", action="store_true", help="a few layers of tiny width and three steps: to see it run on CPUs")
     add("-o", "--output", metavar="FOLDER", help=f"where {SCRIPT}, {SIZES} and {PLAN} are written (NAME)")
-    add("--seconds", type=float, metavar="S", help="end with the best plan so far")
+    add("--seconds", type=float, default=SECONDS, metavar="S", help=f"end with the best plan so far ({SECONDS:g})")
 
 
 def write_recipe(chosen: argparse.Namespace, run: Callable[[Sequence[str]], int]) -> int:
@@ -81,9 +82,8 @@ def write_recipe(chosen: argparse.Namespace, run: Callable[[Sequence[str]], int]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SCRIPT).write_text(_script(entry, cluster, shlex.join(["shardwise", *command])), encoding="utf-8")
         (folder / SIZES).write_text(_sizes(entry, chosen), encoding="utf-8")
-    more = [] if chosen.seconds is None else ["--seconds", str(chosen.seconds)]
     with chdir(folder):
-        code = run([*command, *more])
+        code = run([*command, "--seconds", str(chosen.seconds)])
     if code:  # nothing fits, or it was interrupted: the same command can be given again
         (folder / SCRIPT).unlink()
         (folder / SIZES).unlink()

@@ -77,8 +77,9 @@ class Prediction:
     at once, ``peak_at`` which operator's forward or backward. ``passed_over``: the cheapest plan, if this is another;
     ``faster``: a faster one that this ties with. ``host_wait``, ``message_wait``, ``copy_wait``: simulated seconds in
     which no kernel runs because the host has not started one, or because messages, or copies from and to the host, are
-    under way. ``compiled_seconds``: simulated with the kernels that a compiler makes (0: the program runs eager). The
-    waits are those of the compiled step then; searches compare plans by eager steps.
+    under way; ``cast_seconds``: of casts of parameters and gradients, with their starts. ``compiled_seconds``:
+    simulated with the kernels that a compiler makes (0: the program runs eager). The waits and casts are those of the
+    compiled step then; searches compare plans by eager steps.
     """
 
     exposed: float
@@ -98,6 +99,7 @@ class Prediction:
     message_wait: float = 0.0
     compiled_seconds: float = 0.0
     copy_wait: float = 0.0
+    cast_seconds: float = 0.0
 
     @property
     def pass_seconds(self) -> float:

@@ -55,7 +55,8 @@ class Event:
 class SimulatedStep:
     """``seconds``: of the whole step; ``forward``: of its forward pass; ``compute``: of operators and the optimizer's
     update; ``communication``: of all messages; ``exposed``: how long operators wait for messages, or are slowed down by
-    them; ``copy_wait``: how long they wait for copies from and to the host; ``peak``: the most memory; ``events``: by
+    them; ``copy_wait``: how long they wait for copies from and to the host; ``cast_seconds``: of kernels that only cast
+    sources and gradients between dtypes, and their starts; ``peak``: the most memory; ``events``: by
     their start on every stream; ``held``: (phase, operator) -> the most memory while it runs; ``kept_bytes``: what
     forward saves for backward; ``rests``: what is held between two passes, that included, by category."""
 
@@ -70,6 +71,7 @@ class SimulatedStep:
     kept_bytes: int = 0
     rests: Mapping[str, int] = field(default_factory=dict)
     copy_wait: float = 0.0
+    cast_seconds: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -86,6 +88,7 @@ def figures_of(step: SimulatedStep | None, name: str = "simulated_seconds") -> d
     if step is None:
         return {}
     waits = {"host_wait": step.host_wait, "message_wait": step.exposed, "copy_wait": step.copy_wait}
+    waits["cast_seconds"] = step.cast_seconds
     return {name: step.seconds, **waits}
 
 
@@ -120,6 +123,7 @@ def simulate_program(program: RankProgram, prices: Prices, *, compiled: bool = F
         memory.kept_bytes,
         memory.rests,
         timeline.copy_wait,
+        timeline.cast_seconds,
     )
 
 
@@ -144,6 +148,7 @@ class Timeline:
     compute: float = 0.0
     starved: float = 0.0
     copy_wait: float = 0.0
+    cast_seconds: float = 0.0
     communication: float = 0.0
     on_weights: float = 0.0  # of compute
     free: dict[tuple[str, ...], float] = field(default_factory=dict)
@@ -208,6 +213,7 @@ class Timeline:
             self.compute += once.compute * share
             self.starved += once.starved * share
             self.copy_wait += once.copy_wait * share
+            self.cast_seconds += once.cast_seconds * share
             self.communication += once.communication * share
 
     def _update(self) -> None:
@@ -248,8 +254,9 @@ class Timeline:
     def _walk(self, instructions: tuple[Instruction, ...]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Compute):
-                before = self.compute
+                before, begun = self.compute, self.now
                 self._kernel(instruction)
+                self.cast_seconds += self.now - begun if instruction.origin.part == "cast" else 0.0
                 self.on_weights += self.compute - before if instruction.origin.part == "weight" else 0.0
             elif isinstance(instruction, Convert):
                 self.now = self._message(sent_by(instruction), instruction.of_parameters)

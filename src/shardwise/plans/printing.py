@@ -148,14 +148,17 @@ def advice(plan: PlanData) -> list[str]:
     if cost is None or not cost.simulated_seconds:
         return []
     larger = "micro-batch" if plan.micro_batches > 1 else "batch"
-    waits = (cost.host_wait, cost.message_wait, cost.copy_wait)
-    host, messages, copies = (cost.passes * wait / cost.default_seconds for wait in waits)
+    waits = (cost.host_wait, cost.message_wait, cost.copy_wait, cost.cast_seconds)
+    host, messages, copies, casts = (cost.passes * wait / cost.default_seconds for wait in waits)
     lines = []
     if cost.compiled_seconds and cluster is not None:
         eager = format_interval_seconds(cost.interval(cost.simulated_seconds, cluster))
         lines.append(f"{_COMPILED}; eager it takes {eager}")
     if host >= _ADVISED_HOST_SHARE:
         lines.append(f"{host:.0%} of the step waits for the host to start kernels one by one: use a larger {larger}")
+        if casts >= _ADVISED_HOST_SHARE:
+            what = "of the step goes to casts of parameters and gradients, each a kernel to start"
+            lines.append(f"{casts:.0%} {what}: a model this small may be faster without the lower precision")
     if messages >= _ADVISED_SHARE:
         lines.append(f"{messages:.0%} of the step waits for messages: use a larger {larger}, or fewer devices")
     if copies >= _ADVISED_SHARE:

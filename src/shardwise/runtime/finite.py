@@ -53,8 +53,8 @@ class NotFinite:
     ranges; ``ranks``: those on which it begins."""
 
     order: tuple[int, ...]
-    kind: Kind = field(compare=False)
-    name: str = field(compare=False)
+    kind: Kind
+    name: str
     source: str = field(compare=False)
     part: str = field(compare=False)
     value: str = field(compare=False)
@@ -134,7 +134,7 @@ class FiniteWatch(Observer):
         is_bad = bool(_holds((total, gradient)))
         total.add_(gradient)
         if not is_bad and _holds(total):
-            order = max(self._runs.values()), 1, -self.stage, 0
+            order = max(self._runs.values()), 1, -self.stage, 1
             self.reached.add(NotFinite(order, "sum", source, "", "backward", _form(total), ()))
 
     def run(self, node: fx.Node, half: Half, values: Mapping[fx.Node, Any], call: Callable[[], Any]) -> Any:
@@ -208,7 +208,7 @@ class FiniteWatch(Observer):
             self._note([(status, operands[n]) for n, status in known.items()])
             if earliest is None or (earliest == "on purpose" and has == "NaN"):
                 instruction = target.instruction
-                about = self._begins(half, "conversion", instruction.origin, len(self.arrived), result, ())
+                about = self._begins(half, "conversion", instruction.origin, result, ())
                 self.arrived.add(about)
                 return "message"
             return earliest
@@ -219,7 +219,7 @@ class FiniteWatch(Observer):
         compute = half.instructions[node.meta["index"]]
         assert isinstance(compute, Compute), f"{node} is not an operator"
         described = before or _described(operands, half)
-        return self._begins(half, "operator", compute.origin, node.meta["index"], result, described)
+        return self._begins(half, "operator", compute.origin, result, described)
 
     def _note(self, sent: Iterable[tuple[Status | None, Any]]) -> None:
         self.sent.update((status, _holds(value)) for status, value in sent if isinstance(status, NotFinite))
@@ -236,12 +236,12 @@ class FiniteWatch(Observer):
         position = [source.value for source in graph.sources].index(name)
         return NotFinite((-1, self.stage, position), kind, source.names[0], "", "", _form(value), ())
 
-    def _begins(
-        self, half: Half, kind: Kind, origin: Origin, at: int, result: Any, operands: tuple[str, ...]
-    ) -> NotFinite:
+    def _begins(self, half: Half, kind: Kind, origin: Origin, result: Any, operands: tuple[str, ...]) -> NotFinite:
         number = self._runs[half.module]
-        stage = -self.stage if half.is_backward else self.stage
-        order = (number, int(half.is_backward), stage, at)
+        # Ranks have the same operators, but not the same instructions: only the first adds a bias to a partial sum.
+        at = next((i for i, op in enumerate(half.program.spmd.graph.ops) if op.name == origin.op), -1)
+        sign = -1 if half.is_backward else 1
+        order = (number, int(half.is_backward), sign * self.stage, sign * at)
         part = "backward" if half.is_backward and not origin.again else "forward"
         value = next(x for x in tree_leaves(result) if isinstance(x, Tensor) and _holds(x))
         part += "" if half.part == ONCE or number == 1 else f" of micro-batch {number}"
@@ -261,12 +261,12 @@ def first_of(watches: Sequence[FiniteWatch]) -> NotFinite | None:
     arrived = {origin for watch in watches for origin in watch.arrived}
     wanted = set[Bad]().union(*gather_values({bad for watch in watches for bad in watch.from_elsewhere}))
     reached |= {origin for origin, bad in sent if bad in wanted}
-    mine = [min(found, default=None) for found in (reached, {origin for origin, _ in sent}, arrived)]
-    for found in zip(*gather_values(mine), strict=True):
-        origins = [origin for origin in found if origin is not None]
-        if origins:
-            first: NotFinite = min(origins)
-            return replace(first, ranks=tuple(rank for rank, origin in enumerate(found) if origin == first))
+    begun = reached, {origin for origin, _ in sent}, arrived
+    for found in zip(*gather_values([min(origins, default=None) for origins in begun]), strict=True):
+        if any(found):
+            first: NotFinite = min(filter(None, found))
+            has_it = gather_values(any(first in origins for origins in begun))
+            return replace(first, ranks=tuple(rank for rank, has in enumerate(has_it) if has))
     return None
 
 
