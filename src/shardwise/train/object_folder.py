@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError
-from shardwise.train.names import DAMAGED, FILE, OWNER, is_of_saves
+from shardwise.train.names import DAMAGED, FILE, OWNER, is_kept, is_of_saves
 from shardwise.untrusted_text import MAX_FILE
 
 T = TypeVar("T")
@@ -371,7 +371,7 @@ class ObjectFolder:
         if is_ours and self.store.is_exclusive:  # so nobody else can complete a save here
             with contextlib.suppress(OSError):
                 names = self.names() - {FILE, OWNER}
-                self.remove(name for name in names if not name.endswith(f"{token}.safetensors"))
+                self.remove(name for name in names if not is_kept(name, token))
         return is_ours
 
     def abandon(self, token: str) -> None:
