@@ -328,7 +328,8 @@ class _Backend:
     def __init__(self, training: SimulatedTraining, name: str, size: int) -> None:
         self._training, self._name, self._size = training, name, size
         training.simulation.count("rank connections", size - 1)
-
+        state = training.here  # each member says where it listens, and asks where the others do
+        StoreClient(state.world, state.process)._request(size)
         _, stride, first = name.rsplit("/", 2)
         self._ranks = range(int(first), int(first) + size * int(stride), int(stride))
 

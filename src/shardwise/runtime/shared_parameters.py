@@ -41,13 +41,15 @@ class PipelineRankGroups:
         """Create the groups of a rank of pipeline rank ``place``. ``host``: names of the tables on the CPU, whose
         groups use gloo. All ranks create all groups."""
         everywhere = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
-        every = new_groups([*zip(*everywhere, strict=True)])
+        every = new_groups([sorted(ranks) for ranks in zip(*everywhere, strict=True)])
         groups: dict[tuple[tuple[tuple[int, ...], ...], bool], Any] = {}
         groups_of: dict[str, Any] = {}
         for name, places in sharing_pipeline_ranks(plan).items():
             key = places, name in host
             if key not in groups:
-                groups[key] = new_groups([*zip(*places, strict=True)], "gloo" if name in host else None)
+                groups[key] = new_groups(
+                    [sorted(ranks) for ranks in zip(*places, strict=True)], "gloo" if name in host else None
+                )
             if place in places:
                 groups_of[name] = groups[key]
         return PipelineRankGroups(every, groups_of)
