@@ -14,6 +14,7 @@ import re
 import secrets
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -188,6 +189,11 @@ def wait_until_readable(files: Sequence[HasFileno], seconds: float) -> set[int]:
 
 
 # ---------------------------------------------------------------------------------------- what a message may contain
+
+
+def version() -> str:
+    """Return the version of shardwise that this process runs."""
+    return str(sys.modules["shardwise"].__version__)  # not imported: the package is a later layer
 
 
 def whole(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> int:

@@ -325,6 +325,9 @@ class ObjectFolder:
         self._remove_leftovers()
         return lambda: None
 
+    def reserve(self) -> None:
+        """Do nothing: a store has no locks."""
+
     def _create(self, name: str, text: str) -> bool:
         """Write an object that does not exist. Return False if it does."""
         try:

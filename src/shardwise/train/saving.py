@@ -302,11 +302,14 @@ def _failed(folder: Folder, reason: str) -> CheckpointError:
     )
 
 
-def make_room(folder: Folder, room: ExitStack) -> str:
+def make_room(folder: Folder, room: ExitStack, keep: Keep | None = None) -> str:
     """Make room for a save, on rank 0, and return the save's token. ``room`` releases it when closed. Raises
-    CheckpointError if the checkpoint exists, another process saves it, or it cannot be written."""
+    CheckpointError if the checkpoint exists, another process saves it, or deletes checkpoints beside it, or it cannot
+    be written."""
     token = uuid4().hex
     try:
+        if keep is not None:  # two jobs in one folder would delete each other's checkpoints
+            folder.reserve()
         room.callback(folder.begin(token))
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
