@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
+import shardwise as sw
 from launch.machines import channels
 from shardwise.launch.coordinator import Coordinator
 from shardwise.launch.processes import Failure
@@ -29,7 +30,8 @@ class Job:
             own, heads = channels()
             slots = list(range(RANKS))
             hello = {"hello": node, "machines": 2, "ranks": 2 * RANKS, "slots": slots, "spares": [], "port": 1}
-            self.head.admit(heads, {**hello, "rank_port": 2, "name": f"host{node}"})
+            hello |= {"rank_port": 2, "name": f"host{node}", "version": sw.__version__}
+            self.head.admit(heads, hello)
             self.launchers.append(own)
         self.head.turn()
         assert all("ranks" in self.heard(node)[0] for node in range(2))
@@ -95,3 +97,18 @@ def test_the_first_word_of_a_head_may_be_long_and_that_of_a_stranger_may_not() -
         assert listener.gone != is_heads
         speaker.close()
         listener.close()
+
+
+@pytest.mark.parametrize("theirs", ["9.9", None])
+def test_a_launcher_of_another_version_is_refused_by_name_and_changes_nothing(job: Job, theirs: str | None) -> None:
+    own, heads = channels()
+    hello = {"hello": 1, "machines": 2, "ranks": 2 * RANKS, "slots": [0], "spares": [], "port": 1, "rank_port": 2}
+    job.head.admit(heads, hello | {"name": "host1"} | ({} if theirs is None else {"version": theirs}))
+    (answer,) = own.messages(1.0)
+    own.close()
+    assert answer["end"] == 1
+    runs = f"machine 1 runs shardwise {theirs or 'of an unknown version'}, machine 0 {sw.__version__}"
+    assert answer["why"] == f"{runs}: install the same everywhere"
+    assert set(job.head.machines) == {0, 1}
+    job.head.turn()
+    assert not any(job.launchers[node].gone for node in (0, 1))

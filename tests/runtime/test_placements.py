@@ -16,9 +16,8 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.text import parse_layout
-from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.communicator import Communicator, new_groups
 from shardwise.runtime.messages import Purpose
-from shardwise.runtime.torch_schedules import position_groups
 from shardwise.runtime.transit import stages
 
 EMPTY = Graph((), (), (), ())
@@ -73,15 +72,15 @@ def asked_to_split() -> list[int]:
     with patch.object(dist.distributed_c10d, "_get_split_source", lambda group: source):
         ranks = Communicator(Placement.whole(mesh), backend="gloo")
         ranks.create_groups([("dp",), ("tp",)])
-        groups = [*position_groups([(0, 1), (2, 3)], "gloo"), ranks.group(("dp",))]
+        groups = [new_groups([(0, 2), (1, 3)], "gloo"), ranks.group(("dp",))]
         found.append(source.perform_nocolor_split.call_count)
         if dist.get_rank() > 1:
             dist.new_group([0, 1])  # as torch has it otherwise
         found.append(source.perform_nocolor_split.call_count)
     assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
     number = torch.ones(1)
-    dist.all_reduce(number, group=groups[dist.get_rank() % 2])
-    dist.all_reduce(number, group=groups[2])
+    dist.all_reduce(number, group=groups[0])
+    dist.all_reduce(number, group=groups[1])
     return [*found, int(number)]
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from launch.gloo_ranks import RunRanks
 from shardwise.errors import ShardwiseError
 from shardwise.runtime import agree
-from shardwise.runtime.rank_tree import RankTree
+from shardwise.runtime.rank_tree import RankTree, RankValues
 
 
 def passes_on(fanouts: list[int]) -> list[int]:
@@ -37,3 +37,11 @@ def passes_on(fanouts: list[int]) -> list[int]:
 def test_values_of_all_ranks_go_up_and_down_a_tree(run_ranks: RunRanks) -> None:
     peers = run_ranks(passes_on, 5, [2, 3, 8])
     assert peers == [[3, 3, 4], [1, 2, 4], [2, 2, 4], [1, 2, 4], [1, 1, 4]]
+
+
+def test_equal_values_of_many_ranks_travel_once() -> None:
+    same = ["a plan's digest" * 100, {"tp": 8}]
+    leaves = [RankValues.of([same[0], rank % 8]) for rank in range(4096)]
+    whole = RankValues.joined([RankValues.joined(leaves[at : at + 8]) for at in range(0, 4096, 8)])
+    assert RankValues.unpacked(whole.packed()).by_rank() == [[same[0], rank % 8] for rank in range(4096)]
+    assert len(whole.packed()) < 8 * 1700

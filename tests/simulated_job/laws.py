@@ -1,7 +1,7 @@
 """What launchers and ranks do by size, as a table: ``python -m simulated_job.laws 8 64 512 2048``.
 
-One rank of each job is killed. The launchers' part runs at every size; what ranks send, open and write (start, four
-steps, two checkpoints, going on) up to 64 machines, and is O(log n) or constant in it.
+One rank of each job of the first table is killed. The launchers' part and the start up to the first step run at every
+size; what ranks send, open and write (start, four steps, two checkpoints) up to 16 machines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from shardwise.layouts.mesh import Mesh
 from simulated_job.simulated_launchers import Setting, SimulatedJob
+from simulated_job.simulated_start import SimulatedStart, Start
 from simulated_job.simulated_training import Training
 
 RANKS = 8
@@ -33,6 +35,22 @@ def launchers(machines: int) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def start(machines: int) -> str:
+    """Return a row of the table of starts: when what is done, and what a rank does for it at most, but the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        what = Start(Mesh(dp=machines, tp=RANKS), Training(Path(folder), num_steps=1))
+        run = SimulatedJob(Setting(machines, RANKS, until=300.0), what).run(starts_within=2.0)
+    assert isinstance(run.training, SimulatedStart)
+    most = Counter[str]()
+    for rank in run.cluster.ranks:
+        most |= rank.counts if rank.rank else Counter()
+    began, names = run.training.began, ("rank messages", "rank connections", "store requests", "file operations")
+    seconds = [f"{began[name]:.1f}" for name in ("met", "programs", "groups", "manifest", "first step")]
+    sizes = f"{max(map(len, run.training.texts.values())):,}"
+    cells = [f"{machines * RANKS:,}", *seconds, *(f"{most[name]:,}" for name in names), sizes]
+    return f"| {' | '.join(cells)} |"
+
+
 def ranks(machines: int) -> Counter[str]:
     """Return the counts of a rank, on average."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
@@ -51,6 +69,11 @@ def main() -> None:
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     for machines in sizes:
         print(launchers(machines), flush=True)
+    names = ["ranks", "have met", "programs", "groups", "manifest", "first step", "messages", "connections"]
+    names += ["store requests", "files read", "bytes of the largest"]
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    for machines in sizes:
+        print(start(machines), flush=True)
     print("| ranks | messages | connections of groups | file operations | store requests |\n|---|---|---|---|---|")
     for machines in (1, 2, 4, 8, 16):
         if machines <= min(max(sizes), _MOST_MACHINES):

@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardwise.launch.elastic import GenerationRunner
 from shardwise.launch.job import Job
@@ -15,6 +16,7 @@ from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy
 from simulated_job.simulated_machines import Cluster, Machine, RankHere, Selector
 from simulated_job.simulated_network import Network
 from simulated_job.simulated_ranks import Worlds, light_script
+from simulated_job.simulated_start import SimulatedStart, Start
 from simulated_job.simulated_time import Process, Simulation, SimulationError
 from simulated_job.simulated_training import SimulatedTraining, Training
 
@@ -49,15 +51,18 @@ class Setting:
 class SimulatedJob:
     """``training``: what the ranks do; by default they take the setting's steps and keep nothing."""
 
-    def __init__(self, setting: Setting, training: Training | None = None) -> None:
+    def __init__(self, setting: Setting, training: Training | Start | None = None) -> None:
         self.setting = setting
         self.simulation = Simulation(setting.seed)
         self.cluster = Cluster(
             self.simulation, setting.num_machines + setting.standby, setting.network, lambda rank: self.script(rank)
         )
         self.worlds = Worlds(self.cluster)
-        self.training = None if training is None else SimulatedTraining(self.worlds, training)
-        self.num_steps = setting.num_steps if training is None else training.num_steps
+        self.training: SimulatedTraining | None = None
+        if training is not None:
+            kind: Any = SimulatedStart if isinstance(training, Start) else SimulatedTraining
+            self.training = kind(self.worlds, training)
+        self.num_steps = setting.num_steps if self.training is None else self.training.training.num_steps
         self.script = (
             light_script(self.worlds, setting.num_steps, setting.step_seconds)
             if self.training is None

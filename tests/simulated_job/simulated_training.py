@@ -103,6 +103,7 @@ class RankState:
     tracker: CollectiveTracker
     failures: failures.FailureStore = field(default_factory=failures.FailureStore)
     begun: set[Path] = field(default_factory=set)
+    kept: dict[Path, Any] = field(default_factory=dict)
     turns: Any = field(default_factory=itertools.count)
     world_group: Any = field(default_factory=type("Group", (), {}))
     warned: list[str] = field(default_factory=list)
@@ -300,6 +301,7 @@ class SimulatedTraining:
             (recovery, "print", lambda *_, **__: None),
             (peers, "platform", SimpleNamespace(node=lambda: f"node-{self.here.process.machine.node}")),
             (local_folder, "lock", self._lock),
+            (local_folder, "_kept", _Delegate(lambda: self.states[self.here_or_thread].kept)),
             (local_folder, "_begun", _Delegate(lambda: self.here.begun if self._is_rank else set())),
         ]
 
@@ -328,7 +330,8 @@ class _Backend:
     def __init__(self, training: SimulatedTraining, name: str, size: int) -> None:
         self._training, self._name, self._size = training, name, size
         training.simulation.count("rank connections", size - 1)
-
+        state = training.here  # each member says where it listens, and asks where the others do
+        StoreClient(state.world, state.process)._request(size)
         _, stride, first = name.rsplit("/", 2)
         self._ranks = range(int(first), int(first) + size * int(stride), int(stride))
 
@@ -402,6 +405,9 @@ class _Delegate:
 
     def __contains__(self, value: object) -> bool:
         return value in object.__getattribute__(self, "_find")()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        object.__getattribute__(self, "_find")()[key] = value
 
 
 def _threads(simulation: Simulation) -> SimpleNamespace:

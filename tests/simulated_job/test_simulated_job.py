@@ -66,6 +66,24 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another_one() -> None
     assert first != other
 
 
+@pytest.mark.parametrize("node", [0, 2])  # the head's, and another one
+@pytest.mark.parametrize("seconds", [86400.0, -86400.0])
+def test_a_clock_that_jumps_changes_nothing(node: int, seconds: float, tmp_path: Path) -> None:
+    def jump(run: SimulatedJob) -> None:
+        run.machines[node].skew += seconds
+
+    run = SimulatedJob(Setting(3, 2, min_ranks=2), Training(tmp_path / "run", save_every=2))
+    run.when_step(3, lambda: jump(run))
+    assert run.run().codes() == [0, 0, 0]
+    assert run.worlds.newest == 0, "no generation ends for it"
+    run = SimulatedJob(Setting(3, 2, min_ranks=2), Training(tmp_path / "lost", save_every=2))
+    run.when_step(3, lambda: jump(run))
+    run.when_step(5, lambda: run.kill_rank(2 * node + 1))  # and the one at fault is named as ever (``run.check``)
+    run.run()
+    assert run.training is not None
+    assert run.training.resumed == [(0, 0), (1, 5)]
+
+
 def test_the_smaller_part_of_a_divided_network_does_not_train() -> None:
     for node in (0, 3):
         run = simulated(lambda run, node=node: run.divide([node]))

@@ -21,8 +21,7 @@ from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from launch.gloo_ranks import RunRanks
-from raising import raises, refusal
-from shardwise.train import sharing
+from raising import refusal
 from shardwise.train.parts import module_parts
 from train.runs import go_on, make, split, tools, train
 
@@ -218,15 +217,6 @@ def test_saves_beside_training_and_failures_on_ranks(run_ranks: RunRanks, tmp_pa
         assert torch.equal(weight, want["model.tokens.weight"].bfloat16())
         assert (dtype, step) == (torch.bfloat16, 2.0)
     assert sorted(path.name for path in tmp_path.glob("*.incomplete")) == []
-
-
-def test_copies_of_a_large_tensor_are_written_in_equal_parts() -> None:
-    offers = [[("w", "float32", (4096, 256), (((0, 0), (4096, 256)),))] for _ in range(4)]
-    files = sharing.plan_files(offers)
-    assert [own[0].num_bytes for own in files] == [2**20] * 4  # a copy on each: a quarter from each
-    assert [own[0].pieces[0][1].offsets for own in files] == [(0, 0), (1024, 0), (2048, 0), (3072, 0)]
-    with raises(sw.ShardwiseError, "1,024", "2,048"):
-        sharing.plan_files([[("w", "float32", (2, 1024), (((0, 0), (1, 1024)),))]])
 
 
 def test_a_parameter_in_place_of_a_buffer_that_was_not_stored_is_stored() -> None:

@@ -269,6 +269,54 @@ def test_a_second_job_that_saves_to_one_place_is_refused_by_name(tmp_path: Path,
     assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-2"}
 
 
+def test_two_jobs_that_delete_checkpoints_in_one_folder_are_told(tmp_path: Path) -> None:
+    script = f"""
+import sys
+import torch
+import shardwise as sw
+sw.save_checkpoint({str(tmp_path / "run")!r} + "/step-8", torch.nn.Linear(2, 2), step=8, keep=sw.Keep(last=1))
+print("saved", flush=True)
+sys.stdin.read()
+"""
+    model, keep = nn.Linear(2, 2), sw.Keep(last=1)
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"saved\n"
+        with raises(sw.errors.CheckpointError, str(tmp_path / "run"), f"process {first.pid}"):
+            sw.save_checkpoint(tmp_path / "run" / "step-9", model, step=9, keep=keep)
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-8"]
+    sw.save_checkpoint(tmp_path / "run" / "step-9", model, step=9, keep=keep)  # the first job has ended
+    sw.save_checkpoint(tmp_path / "run" / "step-10", model, step=10, keep=keep)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-10"]
+
+
+@pytest.mark.parametrize("kind", ["is refused", "copies, and stops half-way"])
+def test_a_file_system_whose_rename_is_not_atomic_costs_the_save_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As of object stores that are mounted as folders."""
+    model, _ = saved(tmp_path, 1)
+
+    def rename(source: Any, target: Any) -> None:
+        if Path(source).is_dir() and "copies" in kind:  # the manifest first
+            Path(target).mkdir()
+            for name in (FILE, "owner"):
+                shutil.copy(Path(source) / name, Path(target) / name)
+        if Path(source).is_dir():
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        whole(source, target)
+
+    whole = os.rename
+    monkeypatch.setattr(os, "rename", rename)
+    with raises(sw.errors.CheckpointError, "step-2", "not supported"):
+        saved(tmp_path, 2)
+    monkeypatch.undo()
+    again = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    with pytest.warns(sw.errors.PlanWarning, match="step-2"):
+        assert sw.load_checkpoint(tmp_path, again).step == 1
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("when", ["while it fills", "ahead of the rename", "behind the rename"])
 def test_without_locks_a_save_whose_folder_another_job_takes_finds_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str

@@ -107,9 +107,9 @@ def shares(folder: str) -> list[list[tuple[int, int, bool, int]]]:
         par.step(*batch(0))
         optimizer.step()
         every = assign_writers(state_of(par, [optimizer], dist.get_rank()))
-        files = assign_keepers(every.files, every.offers, [0, 1, 2])
+        files = assign_keepers(every.writers, [0, 1, 2])
         found.append([(one.writer, one.keeper, one.is_sent, one.file.num_bytes) for one in files])
-        together = assign_keepers(every.files, every.offers, [0, 0, 2])
+        together = assign_keepers(every.writers, [0, 0, 2])
         assert all({0: 0, 1: 0, 2: 2}[one.writer] != {0: 0, 1: 0, 2: 2}[one.keeper] for one in together)
         assert sum(one.file.num_bytes for one in together) == sum(one.file.num_bytes for one in files)
     return found

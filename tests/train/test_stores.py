@@ -176,7 +176,7 @@ def test_a_rank_that_waits_for_others_waits_for_all_of_them_until_one_moment(
         nonlocal now
         now += seconds
         if now > 400.0:
-            job.staging.put(job.note(9), "{}")  # rank 0 says nothing
+            job.staging.put(job.note(9), Manifest(num_ranks=10, tensors={}).to_text())  # rank 0 says nothing
 
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     job = job_of(f"{url}/step-1", "token", 8, 10, 600.0)

@@ -14,6 +14,7 @@ import re
 import secrets
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -202,6 +203,11 @@ def connect_all(places: Sequence[tuple[str, int]], seconds: float) -> list[socke
 
 
 # ---------------------------------------------------------------------------------------- what a message may contain
+
+
+def version() -> str:
+    """Return the version of shardwise that this process runs."""
+    return str(sys.modules["shardwise"].__version__)  # not imported: the package is a later layer
 
 
 def whole(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.launch.channel import Channel, as_place, as_port, as_text, connect_all, whole
+from shardwise.launch.channel import Channel, as_place, as_port, as_text, connect_all, version, whole
 from shardwise.launch.hang_detector import count_ranks, name_all_ranks
 from shardwise.launch.job import print_line
 from shardwise.launch.processes import Failure
@@ -28,6 +28,7 @@ _AWAY_SECONDS = 2.0  # without a turn: then this machine was suspended, and the 
 _TELL_SECONDS = 30.0
 _NUM_HEIRS = 64  # machines that may lead next: only these are told where all are, which is a long list
 _CALL_LIMIT = 0.3
+_MOST_VERSION = 40
 _CALL_SECONDS = 2.0  # between calls to a machine that is missing
 _CALLED_AT_ONCE = 64
 _MOST_UNANSWERED = 2  # calls, after which a machine is not awaited
@@ -102,12 +103,16 @@ class Coordinator:
         slots, spares = ([whole(slot) for slot in hello[name]] for name in ("slots", "spares"))
         if not where[0] or len({*slots, *spares}) < len(slots) + len(spares):
             raise ValueError(f"no name, or slots that are given twice: {slots}, {spares}")
+        theirs, ours, why = str(hello.get("version", "of an unknown version"))[:_MOST_VERSION], version(), ""
         if machines != self.num_machines or ranks != self.course.num_ranks:
-            what = (
-                f"machine {node} was started for {ranks} ranks on {machines} machines, "
-                f"machine {self.node} for {self.course.num_ranks} on {self.num_machines}"
+            why = (
+                f"machine {node} was started for {ranks} ranks on {machines} machines, machine {self.node} for "
+                f"{self.course.num_ranks} on {self.num_machines}: give the same on every machine"
             )
-            channel.send(end=EXIT_ALONE, why=f"{what}: give the same on every machine")
+        if theirs != ours:  # what else it says may mean something else
+            why = f"machine {node} runs shardwise {theirs}, machine {self.node} {ours}: install the same everywhere"
+        if why:
+            channel.send(end=EXIT_ALONE, why=why)
             channel.close()
             return
         before = self.machines.get(node)

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.hosts import free_port, listen, own_address, route_address
-from shardwise.launch.channel import Channel, as_place, as_text, connect_all, wait_until_readable, whole
+from shardwise.launch.channel import Channel, as_place, as_text, connect_all, version, wait_until_readable, whole
 from shardwise.launch.coordinator import EXIT_ALONE, SURE_SECONDS, Address, Coordinator
 from shardwise.launch.job import EXIT_INTERRUPTED, print_line
 from shardwise.launch.processes import Failure
@@ -337,6 +337,7 @@ class NodeAgent:
             return None
         channel.send(
             hello=self.node,
+            version=version(),
             machines=self.num_machines,
             ranks=self.course.num_ranks,
             slots=self.slots,

@@ -190,9 +190,10 @@ def _listen(host: str, port: int) -> int | None:
 def _agree(place: RankEnvironment, store: Store, timeout: timedelta, gpu: str) -> None:
     """Wait for every rank, and compare versions and (under NCCL) GPUs. Rank 0 decides, so that all ranks raise the same
     LaunchError. Costs three requests per rank, and one more per rank on rank 0."""
-    keys = {rank: f"shardwise/rank-{rank}" for rank in range(place.world_size)}
-    store.set(keys[place.rank], f"{_versions()}\n{gpu}")
+    key = f"shardwise/rank-{place.rank}"
+    store.set(key, f"{_versions()}\n{gpu}")
     if place.rank == 0:
+        keys = {rank: f"shardwise/rank-{rank}" for rank in range(place.world_size)}
         missing = _wait_for(keys, store, timeout.total_seconds(), f" of {place.world_size}")
         if missing:
             assert place.master is not None, "several ranks meet somewhere"
@@ -209,7 +210,7 @@ def _agree(place: RankEnvironment, store: Store, timeout: timedelta, gpu: str) -
         store.wait([_VERDICT], timeout + timedelta(seconds=_LATE_SECONDS))
         verdict = store.get(_VERDICT).decode()
         if verdict:
-            store.set(f"{keys[place.rank]}-told", "")
+            store.set(f"{key}-told", "")
     if verdict:
         raise LaunchError(verdict)
 

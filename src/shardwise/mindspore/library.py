@@ -23,7 +23,7 @@ from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.binding import leading_names
 from shardwise.runtime.agree import from_rank_zero
-from shardwise.runtime.communicator import backend_of, gather_tensor, group_timeout, scatter_tensor
+from shardwise.runtime.communicator import backend_of, gather_tensor, group_of_members, scatter_tensor
 from shardwise.runtime.cpu_embedding import device_of
 from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import held_parameters
@@ -35,7 +35,7 @@ __all__ = [
     "APART", "BUCKET_BYTES", "MARKS", "Atom", "Box", "Bucket", "Conversion", "Graph", "Layout", "LocalOp",
     "LocalProgram", "Move", "Op", "OverlapPart", "Ref", "Source", "SpmdProgram", "apply_strategy",
     "axes_of_counts", "backend_of", "bind", "boxes", "capture", "device_of", "format_layout",
-    "from_rank_zero", "gather_tensor", "group_timeout", "held_parameters", "in_reference_mode", "leading_names",
+    "from_rank_zero", "gather_tensor", "group_of_members", "held_parameters", "in_reference_mode", "leading_names",
     "leaf_name", "load_exported", "local_move", "localize", "map_refs", "parse_layout", "ranks",
     "save_exported", "scatter_tensor", "shard", "total_norm",
 ]  # fmt: skip

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from shardwise import rank, world_size
 from shardwise.errors import LaunchError
-from shardwise.mindspore.library import backend_of, gather_tensor, group_timeout, scatter_tensor
+from shardwise.mindspore.library import backend_of, gather_tensor, group_of_members, scatter_tensor
 
 REDUCTIONS = {name: getattr(dist.ReduceOp, torchs) for name, torchs in (
     ("sum", "SUM"), ("max", "MAX"), ("min", "MIN"), ("prod", "PRODUCT"))}  # fmt: skip
@@ -96,10 +95,7 @@ def make_group(ranks: Sequence[int]) -> RankGroup:
         return RankGroup(members)
     groups_made = _groups_made.setdefault(whole.handle, Counter())
     groups_made[members] += 1
-    name = f"shardwise/{'-'.join(map(str, members))}/{groups_made[members]}"
-    # Members meet under a name. Torch's name counts all groups of a rank; other members may have more or fewer.
-    with patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: name):
-        handle = dist.new_group(list(members), timeout=group_timeout(), use_local_synchronization=True)
+    handle = group_of_members(members, f"{'-'.join(map(str, members))}/{groups_made[members]}")
     return RankGroup(members, handle)
 
 

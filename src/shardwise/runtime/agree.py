@@ -5,6 +5,7 @@ Rank 0 may compute for longer than a collective may take. It publishes a heartbe
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 import threading
@@ -30,6 +31,7 @@ T = TypeVar("T")
 _BEATS = "shardwise/rank-0-works"
 _BEAT_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 1e-3
+_STORE_SECONDS = 1e-4  # per rank that polls: the store, one thread of rank 0, answers about 100,000 requests a second
 _MEETING_SECONDS = 60.0
 _HALF_AN_HOUR = timedelta(minutes=30)  # torch's default, for a group without a time-out
 _turns = count()  # every rank makes the same number of calls
@@ -100,7 +102,7 @@ def meet_all(what: str) -> None:
             missing = [other for other in range(num_ranks) if not store.check([f"{turn}/{other}"])]
             text = f"{what} is on at {name_ranks([rank])}, and not at {name_ranks(missing)}"
             raise LaunchError(text, fix="use it on every rank")
-        sleep(_FIRST_PAUSE_SECONDS)
+        sleep(max(_FIRST_PAUSE_SECONDS, _STORE_SECONDS * num_ranks))
 
 
 def from_rank_zero(compute: Callable[[], T]) -> T:
@@ -179,6 +181,7 @@ def meet_rank_zero(what: str) -> None:
         return
     patience = patience_seconds()
     heard, since, pause = -1, monotonic(), _FIRST_PAUSE_SECONDS
+    longest = max(_BEAT_SECONDS / 4, _STORE_SECONDS * dist.get_world_size())
     while True:
         # Poll: a store wait that times out writes its own lines to stderr.
         failure: RuntimeError | None = None
@@ -198,7 +201,7 @@ def meet_rank_zero(what: str) -> None:
                 facts=[] if failure is None else [("error", str(failure).split("\n", 1)[0])],
             ) from failure
         sleep(pause)
-        pause = min(2 * pause, _BEAT_SECONDS / 4)
+        pause = min(2 * pause, longest)
 
 
 def wire_device(device: torch.device) -> torch.device:
@@ -207,12 +210,16 @@ def wire_device(device: torch.device) -> torch.device:
 
 
 def gather_objects(value: Any, ranks: Communicator, device: torch.device, what: str) -> list[Any]:
-    """Return the object of every rank of a placement, in rank order. ``device``: the module's; ``what``: names the
-    exchange in a CollectiveError."""
-    device = wire_device(device)
-    content = torch.frombuffer(bytearray(_dump(value)), dtype=torch.uint8)
-    lengths = ranks.gather_from_all(torch.tensor([content.numel()], device=device), what).flatten().tolist()
-    return [_load(row.cpu().numpy().tobytes()) for row in ranks.gather_flat(content.to(device), lengths, what)]
+    """Return the object of every rank of a placement, in rank order. Equal ones do not travel, and are one object in
+    the list. ``device``: the module's; ``what``: names the exchange in a CollectiveError."""
+    device, dumped = wire_device(device), _dump(value)
+    digest = int.from_bytes(hashlib.blake2b(dumped, digest_size=8).digest(), "little", signed=True)
+    rows = ranks.gather_from_all(torch.tensor([len(dumped), digest], device=device), what).tolist()
+    if all(row == rows[0] for row in rows):
+        return [value] * len(rows)
+    content = torch.frombuffer(bytearray(dumped), dtype=torch.uint8).to(device)
+    lengths = [length for length, _ in rows]
+    return [_load(row.cpu().numpy().tobytes()) for row in ranks.gather_flat(content, lengths, what)]
 
 
 def _dump(value: Any) -> bytes:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.faults import BlockedRank, exchange_failed
+from shardwise.runtime.rank_tree import RankTree
 
 # torch 2.13 renamed these two; the older names still work there, with a warning.
 gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -171,7 +174,7 @@ class Communicator:
         self.coordinates = place.coordinates(self.rank) if self.rank in place.ranks else {}
         self.record: list[Collective] | None = None  # set to a list to record this rank's collectives
         self._groups: dict[frozenset[str], Any] = {}
-        self._reading: Any = None  # the group of all ranks that meets before an output is read
+        self._reading: RankTree | None = None  # in which all ranks meet before an output is read
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         other = type(self).__new__(type(self))  # process groups are shared: creating new ones is collective
@@ -207,23 +210,21 @@ class Communicator:
             if self.mesh.size_of(axes) == self.mesh.num_devices and self.backend is None and self._has_all_ranks:
                 self._groups[frozenset(axes)] = dist.group.WORLD
                 continue
-            devices = range(self.mesh.num_devices)
-            each = dict.fromkeys(tuple(sorted(self.mesh.group(axes, device))) for device in devices)
-            members = [[self.place.ranks[device] for device in group_devices] for group_devices in each]
-            self._groups[frozenset(axes)] = new_groups(members, self.backend)
+            self._groups[frozenset(axes)] = new_groups(groups_along(self.place, axes), self.backend)
 
     def create_reading_group(self) -> None:
-        """Create the group in which ranks meet to read an output; every rank of the job calls this. It carries no other
+        """Create the tree in which ranks meet to read an output; every rank of the job calls this. It carries no other
         messages, so a rank that reads alone waits and cannot pair with another collective."""
         if self._reading is None and self.mesh.num_devices > 1:
-            self._reading = dist.new_group(timeout=group_timeout(), backend="gloo")
+            self._reading = RankTree(f"reading-{_next_number()}", group_timeout())
 
     def meet(self, number: int, what: str) -> bool:
-        """Wait for all ranks in the reading group and return whether all passed the same number. Raises
+        """Wait for all ranks in the reading tree and return whether all passed the same number. Raises
         CollectiveError, naming ``what``, if one does not arrive."""
         seen = torch.tensor([number, -number])
+        assert self._reading is not None, "create_reading_group comes first"
         with explain_failures(what, self._failed(what)):
-            dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._reading)
+            self._reading.largest(seen, lambda work: work.wait())
         return int(seen[0]) == -int(seen[1])
 
     @property
@@ -294,31 +295,58 @@ class Communicator:
             self.record.append(Collective(kind, axes, num_bytes))
 
 
-def new_group(members: Sequence[int], backend: str | None = None) -> Any:
-    """Create a process group of some ranks; all ranks of the job call this. ``backend``: if not the default's."""
+@lru_cache(maxsize=64)
+def groups_along(place: Placement, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of the ranks that differ along ``axes`` only, each in ascending order."""
+    groups: list[tuple[int, ...]] = []
+    left = dict.fromkeys(place.ranks)
+    while left:
+        groups.append(tuple(sorted(place.group(axes, next(iter(left))))))
+        for rank in groups[-1]:
+            del left[rank]
+    return tuple(groups)
+
+
+def new_groups(each: Sequence[Sequence[int]], backend: str | None = None) -> Any:
+    """Create groups without common ranks, each in ascending order, and return the one of this rank (None if it is in
+    none); all ranks of the job call this. ``backend``: if not the default's.
+
+    A rank takes part in its own group only. Where all ranks make every group, 16,384 ranks meet 2,000 times for the
+    groups of eight along one axis. A communicator of NCCL that is bound to a device is split once for all of them.
+    """
     everyone: Any = dist.group.WORLD
-    device = everyone.bound_device_id
-    if backend is not None:
-        # With a bound device torch makes outside ranks split the NCCL communicator, which hangs for a gloo group.
-        everyone.bound_device_id = None
+    rank, splits = dist.get_rank(), everyone.bound_device_id is not None and backend in (None, dist.get_backend())
+    number = _next_number()
+    if splits and dist.get_backend() == "nccl":
+        return dist.split_group(split_ranks=[list(members) for members in each], timeout=group_timeout())
+    members = next((members for members in each if rank in members), None)
+    if (backend or dist.get_backend()) == "mpi":  # which makes groups among all ranks only
+        groups = [dist.new_group(list(members), timeout=group_timeout(), backend=backend) for members in each]
+        return next((group for group, members in zip(groups, each, strict=True) if rank in members), None)
+    return None if members is None else group_of_members(members, f"groups-{number}/{members[0]}", backend)
+
+
+def group_of_members(members: Sequence[int], name: str, backend: str | None = None) -> Any:
+    """Create a process group of some ranks, which only these call. ``name``: no other group of these ranks has it, and
+    all members give it; torch's own name counts all groups of a rank, and others may have more or fewer."""
+    everyone: Any = dist.group.WORLD
+    device, named = everyone.bound_device_id, f"shardwise/{name}"
+    # With a bound device torch splits the communicator of all ranks, in which ranks outside would have to take part.
+    everyone.bound_device_id = None
     try:
-        return dist.new_group(list(members), timeout=group_timeout(), backend=backend)
+        with patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: named):
+            return dist.new_group(
+                list(members), timeout=group_timeout(), backend=backend, use_local_synchronization=True
+            )
     finally:
         everyone.bound_device_id = device
 
 
-def new_groups(each: Sequence[Sequence[int]], backend: str | None = None) -> Any:
-    """Create groups without common ranks, and return the one of this rank (None if it is in none); all ranks of the job
-    call this. ``backend``: if not the default's.
-
-    A communicator of NCCL that is bound to a device is split once for all of them. One by one, every rank of the job
-    would take part in a split for every group: 2,000 for the groups of eight among 16,384 ranks.
-    """
-    everyone: Any = dist.group.WORLD
-    if backend is None and len(each) > 1 and dist.get_backend() == "nccl" and everyone.bound_device_id is not None:
-        return dist.split_group(split_ranks=[sorted(members) for members in each], timeout=group_timeout())
-    groups = [new_group(members, backend) for members in each]
-    return next((group for group, members in zip(groups, each, strict=True) if dist.get_rank() in members), None)
+def _next_number() -> int:
+    """Return a number that all ranks get for their next common group: torch's count of them in this job."""
+    state: Any = dist.distributed_c10d._world
+    state.group_count += 1
+    return int(state.group_count)
 
 
 def group_timeout() -> timedelta | None:

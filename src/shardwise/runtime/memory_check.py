@@ -32,7 +32,9 @@ def require_memory(plan: Plan, device: torch.device, trainable: Collection[str] 
     if device.type != "cuda":
         return
     if plan.predicted is not None:
-        check_memory(plan, dict(enumerate(gather_values(memory_on(device)))))
+        room, needed = memory_on(device), plan.predicted.memory_bytes / (1 + _TOO_HIGH)
+        short = gather_values(room if room[0] < needed else None)  # most ranks have nothing to tell
+        check_memory(plan, {rank: room for rank, room in enumerate(short) if room is not None})
     if is_on_host(plan.optimizer):
         _check_host(gather_values((platform.node(), probe.memory_bytes(), _states_on_host(plan, trainable))))
 
@@ -72,7 +74,7 @@ def memory_on(device: torch.device) -> tuple[int, int]:
 def check_memory(plan: Plan, rooms: Mapping[int, tuple[int, int]]) -> None:
     """Raise OutOfDeviceMemoryError if one of the given ranks has less room than the predicted peak of a step. ``rooms``
     maps a rank to (free bytes, total bytes)."""
-    if plan.predicted is None:
+    if plan.predicted is None or not rooms:
         return
     needed = plan.predicted.memory_bytes / (1 + _TOO_HIGH)
     rank, (room, whole) = min(rooms.items(), key=lambda entry: entry[1][0])

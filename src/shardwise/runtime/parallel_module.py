@@ -158,7 +158,7 @@ class ParallelModule(ShardedModule):
             self._calls = ProgramCache(module, plan, settings, self._ranks, self._host_ranks)
             self._calls_of = [self._calls]
             return
-        self._groups = PipelineRankGroups.of(plan, own_ranks, self._position, settings.host)
+        self._groups = PipelineRankGroups.of(plan, own_ranks, settings.host)
         for ranks in dict.fromkeys((*self._stage_ranks, *host_ranks)):
             ranks.create_groups([ranks.mesh.sub_axes])  # all ranks of a stage: hooks gather parameters over them
         self._calls = ProgramCache(module, plan, settings, self._everyone, self._everyone)

@@ -4,14 +4,16 @@ Gloo's collectives over n ranks are rings: n - 1 messages of every rank, one aft
 rank to each. Here eight successive ranks form a group, the first ranks of eight groups form the next one, and so on up
 to one group. Values go up to it and come down again.
 
-The groups are not made by ``new_group``: all ranks would take part in each, or, where only the members do, the name of
-a group would depend on how many groups each member has.
+The groups are not torch's: its list of groups needs none of them.
 """
 
 from __future__ import annotations
 
 import pickle
+import zlib
+from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -38,13 +40,14 @@ class RankTree:
             self._num_led = len(self._groups) - (stride >= num_ranks)
 
     def gather(self, value: Any, *, to_all: bool = True) -> list[Any]:
-        """Return the values of all ranks, by rank; on rank 0 only without ``to_all``. Collective."""
-        values = [value]
+        """Return the values of all ranks, by rank; on rank 0 only without ``to_all``. Collective. Equal values travel
+        once, and are one object in the list."""
+        values = RankValues.of(value)
         for group in self._groups:
-            values = [entry for part in group.gather(pickle.dumps(values)) for entry in pickle.loads(part)]
+            values = RankValues.joined([RankValues.unpacked(part) for part in group.gather(values.packed())])
         for group in reversed(self._groups[: self._num_led * to_all]):
-            values = pickle.loads(group.from_first(pickle.dumps(values)))
-        return values
+            values = RankValues.unpacked(group.from_first(values.packed()))
+        return values.by_rank()
 
     def largest(self, row: torch.Tensor, wait: Callable[[Any], None]) -> torch.Tensor:
         """Return the largest value of each column of the ranks' rows, in ``row``. Collective. ``wait``: waits for a
@@ -54,6 +57,41 @@ class RankTree:
         for group in reversed(self._groups[: self._num_led]):
             wait(group.backend.broadcast(row, 0))
         return row
+
+
+@dataclass(frozen=True)
+class RankValues:
+    """The values of successive ranks. Most of what ranks agree on is equal on many: ``contents`` holds each value once,
+    pickled, and ``which`` the index of every rank's."""
+
+    contents: list[bytes]
+    which: list[int]
+
+    @staticmethod
+    def of(value: Any) -> RankValues:
+        return RankValues([pickle.dumps(value)], [0])
+
+    @staticmethod
+    def joined(parts: Sequence[RankValues]) -> RankValues:
+        position: dict[bytes, int] = {}
+        which: list[int] = []
+        for part in parts:
+            places = [position.setdefault(content, len(position)) for content in part.contents]
+            which += [places[index] for index in part.which]
+        return RankValues(list(position), which)
+
+    def packed(self) -> bytes:
+        """Return it as bytes. Indices repeat as meshes do: those of 16,384 ranks take a few hundred bytes."""
+        return pickle.dumps((self.contents, zlib.compress(array("I", self.which).tobytes())))
+
+    @staticmethod
+    def unpacked(content: bytes) -> RankValues:
+        contents, which = pickle.loads(content)
+        return RankValues(contents, array("I", zlib.decompress(which)).tolist())
+
+    def by_rank(self) -> list[Any]:
+        values = list(map(pickle.loads, self.contents))
+        return [values[index] for index in self.which]
 
 
 class SmallGroup:

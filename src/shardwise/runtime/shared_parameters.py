@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from shardwise.errors import LaunchError
 from shardwise.plans.plan import Plan
-from shardwise.runtime.torch_schedules import position_groups
+from shardwise.runtime.communicator import new_groups
 
 
 def sharing_pipeline_ranks(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -37,17 +37,19 @@ class PipelineRankGroups:
         raise LaunchError(what, fix="store par.state_dict(), or sw.save_checkpoint(...), which any ranks can read")
 
     @staticmethod
-    def of(plan: Plan, place: tuple[int, ...], position: int, host: frozenset[str]) -> PipelineRankGroups:
+    def of(plan: Plan, place: tuple[int, ...], host: frozenset[str]) -> PipelineRankGroups:
         """Create the groups of a rank of pipeline rank ``place``. ``host``: names of the tables on the CPU, whose
         groups use gloo. All ranks create all groups."""
         everywhere = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
-        every = position_groups(everywhere)[position]
+        every = new_groups([sorted(ranks) for ranks in zip(*everywhere, strict=True)])
         groups: dict[tuple[tuple[tuple[int, ...], ...], bool], Any] = {}
         groups_of: dict[str, Any] = {}
         for name, places in sharing_pipeline_ranks(plan).items():
             key = places, name in host
             if key not in groups:
-                groups[key] = position_groups(places, "gloo" if name in host else None)[position]
+                groups[key] = new_groups(
+                    [sorted(ranks) for ranks in zip(*places, strict=True)], "gloo" if name in host else None
+                )
             if place in places:
                 groups_of[name] = groups[key]
         return PipelineRankGroups(every, groups_of)

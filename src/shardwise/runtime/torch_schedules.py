@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from shardwise.costs.pipeline_simulation import Action, Kind
 from shardwise.plans.schedule import Schedule, format_order, order_of
 from shardwise.runtime.collective_tracker import trail
-from shardwise.runtime.communicator import finish_work, new_group
+from shardwise.runtime.communicator import finish_work
 
 _PARTS: dict[str, Kind] = {"full": "backward", "input": "input", "weight": "weight"}
 
@@ -295,10 +295,3 @@ def _in_order(schedule: Schedule, stages: list[_TorchStage], num_micro_batches: 
 
 def _is_loss(output: Tensor, target: Tensor) -> Tensor:
     return output
-
-
-def position_groups(places: Sequence[Sequence[int]], backend: str | None = None) -> list[Any]:
-    """Create, per position, the group of the ranks at it in every pipeline rank; all ranks create all groups.
-    ``backend``: if other than the default group's."""
-    positions = zip(*places, strict=True)
-    return [new_group(sorted(ranks), backend) for ranks in positions]

@@ -12,11 +12,9 @@ import json
 import math
 import re
 import warnings
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -32,11 +30,11 @@ from shardwise.runtime.agree import (
 )
 from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.train.files import StagedFile, StreamedFile
-from shardwise.train.manifest import Chunk, Manifest, StoredTensor
+from shardwise.train.manifest import Manifest
 from shardwise.train.parts import MODEL, Names, TensorPart, TrainingState, state_of
 from shardwise.train.retention import Keep
 from shardwise.train.saving import SaveJob, Saving, give_up, make_room, taken
-from shardwise.train.sharing import Offer, PlannedFile, WritePiece, describe_parts, plan_files
+from shardwise.train.sharing import PlannedFile, Writers, describe_parts
 from shardwise.train.stores import Folder, Place, folder_of
 from shardwise.train.values import encode
 from shardwise.untrusted_text import check_texts
@@ -84,23 +82,11 @@ def _as_list(value: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Shares:
-    """Which rank writes which pieces. ``files``, ``offers``: of every rank; the rest is common to all ranks."""
+    """Which rank writes which elements, and what is common to all ranks."""
 
-    files: Sequence[Sequence[PlannedFile]] = ()
-    offers: Sequence[Sequence[Offer]] = ()
+    writers: Writers = field(default_factory=lambda: Writers(()))
     tied: Mapping[str, str] = field(default_factory=dict)
     names: Names = ()
-
-    @cached_property
-    def stored(self) -> dict[str, StoredTensor]:
-        """Return the location of the elements of every tensor."""
-        pieces: dict[str, WritePiece] = {}
-        chunks: dict[str, list[Chunk]] = defaultdict(list)
-        for file in (file for rank_files in self.files for file in rank_files):
-            for piece, chunk in file.chunks():
-                pieces[piece.name] = piece
-                chunks[piece.name].append(chunk)
-        return {name: StoredTensor(piece.dtype, piece.shape, tuple(chunks[name])) for name, piece in pieces.items()}
 
     def model_names(self) -> dict[str, str]:
         """Return the additional names of tied tensors of the model, mapped to their first names."""
@@ -113,6 +99,7 @@ class _Saver:
 
     structures: list[str] = field(default_factory=list)
     shares: Shares = field(default_factory=Shares)
+    files: Sequence[PlannedFile] = ()
     staged: dict[str, StagedFile] = field(default_factory=dict)
     under_way: Saving | None = None
 
@@ -178,7 +165,7 @@ def save_checkpoint(
         state = state_of(par, resumables.optimizers, rank)
         state.values.update(values_of(step, resumables, extra, metrics))
         if rank == 0:
-            token = make_room(folder, room)
+            token = make_room(folder, room, keep)
     except ShardwiseError as error:
         fault = error
     job: SaveJob | None = None
@@ -188,13 +175,13 @@ def save_checkpoint(
         assert state is not None, "without a fault there is a state"
         plain, token = _agree(saver, folder, state, token)
         agreed = True
-        files = _files(saver, state.parts, saver.shares.files[rank], blocking)
+        files = _files(saver, state.parts, saver.files, blocking)
         manifest = Manifest(
             step=step,
             num_ranks=num_ranks,
             plan=par.plan.digest if isinstance(par, ParallelModule) else "",
             metrics={name: float(value) for name, value in (metrics or {}).items()},
-            tensors=saver.shares.stored,
+            tensors=saver.shares.writers.tensors(),
             tied=saver.shares.model_names(),
             values={**state.values, "names": saver.shares.names, "plain": plain},
         )
@@ -317,9 +304,11 @@ def _agree(saver: _Saver, folder: Folder, state: TrainingState, token: str) -> t
     if structures != saver.structures:
         raise_first(CheckpointError, _blindness(folder, everywhere[0][3]))
         saver.shares = assign_writers(state)
+        saver.files = saver.shares.writers.files_of(rank_and_world_size()[0])
         saver.staged.clear()
         saver.structures = structures
-    plain = {name: dict(kept) for _, _, states, _ in everywhere for name, kept in states.items()}
+    distinct = {id(one): one for one in everywhere}.values()
+    plain = {name: dict(kept) for _, _, states, _ in distinct for name, kept in states.items()}
     return plain, everywhere[0][3]
 
 
@@ -336,11 +325,11 @@ def _blindness(folder: Folder, token: str) -> CheckpointError | None:
 
 
 def assign_writers(state: TrainingState) -> Shares:
-    """Assign the pieces of all ranks' states to writers. Collective."""
+    """Assign the pieces of all ranks' states to writers. Collective. What ranks hold is equal on those of a stage."""
     offered = gather_values((describe_parts(state.parts), dict(state.tied), state.names))
-    tied = {name: first for _, some, _ in offered for name, first in some.items()}
-    offers = [offer for offer, *_ in offered]
-    return Shares(plan_files(offers), offers, tied, _merged([names for *_, names in offered]))
+    distinct = [*{id(one): one for one in offered}.values()]
+    tied = {name: first for _, some, _ in distinct for name, first in some.items()}
+    return Shares(Writers([offers for offers, *_ in offered]), tied, _merged([names for *_, names in distinct]))
 
 
 def _merged(names: Sequence[Names]) -> list[list[list[str]]]:

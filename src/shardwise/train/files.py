@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import zlib
 from bisect import bisect, bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -14,11 +14,11 @@ from math import prod
 import numpy as np
 import torch
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.layouts.boxes import Box
 from shardwise.train.local_folder import AT_ONCE_BYTES
-from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, StoredTensor
-from shardwise.train.names import with_token
+from shardwise.train.manifest import BLOCK_BYTES, Covers, DataFile, Manifest, StoredTensor, read_manifest
+from shardwise.train.names import RANDOM, with_token
 from shardwise.train.parts import TensorPart
 from shardwise.train.sharing import PAGE_BYTES, PlannedFile, WritePiece
 from shardwise.train.stores import Folder, StoredBytes, is_unanswered, unanswered
@@ -163,7 +163,9 @@ class CheckpointReader:
         boxes). Raises CheckpointError if a block is missing or differs, or if elements of the boxes are in no file or
         in several."""
         blocks: dict[str, np.ndarray] = {}
-        for name, boxes in parts:
+        wanted = [(name, list(boxes)) for name, boxes in parts]
+        self._read_parts(wanted)
+        for name, boxes in wanted:
             stored = self.manifest.tensors[name]
             for box in boxes:
                 chunks = self._chunks(stored, box)
@@ -182,6 +184,33 @@ class CheckpointReader:
                     blocks[file] = blocks[file] | touched if file in blocks else touched
         for file, touched in blocks.items():
             self._verify_blocks(file, touched)
+
+    def random_of(self, rank: int) -> StoredTensor | None:
+        """Return the states of a saved rank's generators, or None."""
+        self._read_parts([(RANDOM, [Box((rank,), (1,), (0,))])])
+        return self.manifest.tensors.get(f"{RANDOM}{rank}")
+
+    def _read_parts(self, wanted: Sequence[tuple[str, Sequence[Box]]]) -> None:
+        """Read the parts of the manifest that have elements of these boxes, and those that they name. Raises
+        CheckpointError if one is missing or damaged."""
+
+        def has(covers: Covers, name: str, boxes: Sequence[Box]) -> bool:
+            cover = covers.get(name)
+            return cover is not None and any(box.common(cover.offsets, cover.sizes) for box in boxes)
+
+        while names := [
+            part for part, covers in self.manifest.parts.items() if any(has(covers, *pair) for pair in wanted)
+        ]:
+            for part in names:
+                try:
+                    self.manifest = self.manifest.with_part(read_manifest(self.folder, part), part)
+                except CheckpointError:
+                    raise
+                except ShardwiseError as error:
+                    if is_unanswered(error.__cause__):
+                        raise
+                    what = f"{self.folder / part} does not fit the rest of the manifest: {error}"
+                    raise CheckpointError(what, fix="load an older checkpoint") from error
 
     def prepare(self) -> None:
         """Prepare for ``read``, after the last ``verify``. Collective."""

@@ -6,6 +6,7 @@ folder also holds the token of its save: a save detects when another one has tak
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -18,12 +19,13 @@ from typing import ClassVar
 import torch
 
 from shardwise.errors import CheckpointError
-from shardwise.train.locks import lock
+from shardwise.train.locks import Lock, lock
 from shardwise.train.names import DAMAGED, DELETED, FILE, INCOMPLETE, OWNER, is_of_saves
 from shardwise.untrusted_text import MAX_FILE, read_text
 
 AT_ONCE_BYTES = 2**23  # per write, and the least for direct I/O
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0 if the system does not have it
+_kept: dict[Path, Lock] = {}  # folders in which this process deletes checkpoints, until it ends
 _begun: set[Path] = set()  # incomplete saves of this process: other ranks may still read the reason of a failure
 
 
@@ -142,6 +144,13 @@ class LocalFolder:
             held.release()
             raise
         return held.release
+
+    def reserve(self) -> None:
+        parent = self.path.parent.absolute()
+        parent.mkdir(parents=True, exist_ok=True)
+        if parent not in _kept:
+            _kept[parent] = held = lock(parent)
+            atexit.register(held.release)  # else the file stays, which locks nothing
 
     def owner(self) -> str | None:
         try:

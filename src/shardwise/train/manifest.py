@@ -1,9 +1,13 @@
-"""The manifest of a checkpoint: one JSON file that is written last.
+"""The manifest of a checkpoint: a JSON file that is written last, and parts of it.
 
-``checkpoint.json`` lists every tensor with its dtype, its global shape and the boxes of it in files; every file with
-the CRC-32 of each block of its data; and the values that are not tensors. Loading needs no layout, mesh or rank: the
-manifest only stores where the elements are. Reading it is safe for untrusted files: it creates only numbers, texts and
-lists.
+``checkpoint.json`` lists every tensor with its dtype and its global shape, and the values that are not tensors. It also
+lists the data files of the first eight ranks, with the CRC-32 of each block of their data, and the boxes of tensors in
+them. The files of the next ranks are in parts (``part-8-...``), manifests of the same form, one for eight ranks. A
+manifest names some parts, these name others, as in the tree in which ranks save (``train.saving``), each with a box
+around what is below it of each tensor. So a reader finds the parts that it needs in a few steps, and needs no others.
+
+Loading needs no layout, mesh or rank: the manifest only stores where the elements are. Reading it is safe for untrusted
+files: it creates only numbers, texts and lists.
 """
 
 from __future__ import annotations
@@ -11,22 +15,25 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.train.names import FILE, with_token
+from shardwise.train.names import FILE, RANDOM, with_token
 from shardwise.train.stores import Folder, is_unanswered, unanswered
 from shardwise.train.values import DTYPES, dtype_name
 from shardwise.untrusted_text import MAX_NUMBER, read_json, shorten_repr
 
-FORMAT, VERSION = "shardwise checkpoint", 1
+FORMAT = "shardwise checkpoint"
+_WHOLE, _IN_PARTS = 1, 2  # versions: a manifest without parts is as it was before there were any
 BLOCK_BYTES = 2**18  # per checksum; reading a part reads all blocks that contain it
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}\.safetensors")
+_PART = re.compile(r"part-\d{1,7}-\w{1,64}\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,27 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Cover:
+    """A box around what a part of the manifest, and those that it names, have of a tensor: ``numel`` elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    numel: int
+
+    @staticmethod
+    def of(covers: Sequence[Cover]) -> Cover:
+        """Return a cover of several."""
+        starts = tuple(map(min, zip(*(cover.offsets for cover in covers), strict=True)))
+        ends = ([a + n for a, n in zip(cover.offsets, cover.sizes, strict=True)] for cover in covers)
+        stops = map(max, zip(*ends, strict=True))
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Cover(starts, sizes, sum(cover.numel for cover in covers))
+
+
+Covers = Mapping[str, Cover]  # by tensor; one of RANDOM stands for those of a range of ranks
+
+
+@dataclass(frozen=True, slots=True)
 class DataFile:
     """A data file. ``start``: byte where the data begins; ``checksums``: 8 hexadecimal digits per block."""
 
@@ -62,8 +90,9 @@ class DataFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of ``checkpoint.json``. ``tied``: additional names of tensors; ``plan``: digest of the plan that was
-    in use, "" without one; ``values``: encoded (``train.values``)."""
+    """The content of ``checkpoint.json``, or of a part of it. ``tied``: additional names of tensors; ``plan``: digest
+    of the plan that was in use, "" without one; ``values``: encoded (``train.values``); ``parts``: files that list the
+    rest."""
 
     step: int = 0
     num_ranks: int
@@ -72,8 +101,46 @@ class Manifest:
     block_bytes: int = BLOCK_BYTES
     files: Mapping[str, DataFile] = field(default_factory=dict)
     tensors: Mapping[str, StoredTensor]
-    tied: Mapping[str, str]
+    tied: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Covers] = field(default_factory=dict)
+
+    def with_part(self, part: Manifest, name: str = "") -> Manifest:
+        """Return the manifest with what a part lists, in place of the part ``name``. Raises ShardwiseError if they
+        contradict each other."""
+        tensors = dict(self.tensors)
+        for tensor, stored in part.tensors.items():
+            here = tensors.get(tensor, replace(stored, chunks=()))
+            _require((here.dtype, here.shape) == (stored.dtype, stored.shape), f"{shorten_repr(tensor)} in {name}")
+            tensors[tensor] = replace(here, chunks=(*here.chunks, *stored.chunks))
+        _require(part.block_bytes == self.block_bytes and not part.files.keys() & self.files.keys(), f"files in {name}")
+        parts = {other: covers for other, covers in self.parts.items() if other != name} | part.parts
+        for tensor, cover in (entry for covers in part.parts.values() for entry in covers.items()):
+            known = tensor not in tensors or len(cover.offsets) == len(tensors[tensor].shape)
+            _require(known, f"where parts have {shorten_repr(tensor)}")
+        return replace(self, files={**self.files, **part.files}, tensors=tensors, parts=parts)
+
+    def covers(self) -> dict[str, Cover]:
+        """Return a box around what it lists, and its parts, of every tensor."""
+        found: dict[str, list[Cover]] = defaultdict(list)
+        for name, stored in self.tensors.items():
+            for chunk in stored.chunks:
+                if name.startswith(RANDOM):
+                    found[RANDOM].append(Cover((int(name.removeprefix(RANDOM)),), (1,), 1))
+                else:
+                    found[name].append(Cover(chunk.offsets, chunk.sizes, prod(chunk.sizes)))
+        for covers in self.parts.values():
+            for name, cover in covers.items():
+                found[name].append(cover)
+        return {name: Cover.of(covers) for name, covers in found.items()}
+
+    def check_whole(self) -> None:
+        """Raise ShardwiseError if files and parts do not have as many elements of each tensor as it has."""
+        covers = self.covers()
+        for name, stored in self.tensors.items():
+            numel = covers[name].numel if name in covers else 0
+            if not name.startswith(RANDOM) and numel != prod(stored.shape):
+                raise ShardwiseError(f"the ranks have written {numel:,} of {prod(stored.shape):,} elements of {name}")
 
     def find(self, name: str) -> str | None:
         """Return the name under which a tensor is stored, or None."""
@@ -104,29 +171,38 @@ class Manifest:
             "tied": dict(self.tied),
             "values": dict(self.values),
         }
-        return json.dumps({"format": FORMAT, "version": VERSION, "crc32": _crc(content), "content": content})
+        if self.parts:
+            content["parts"] = {
+                name: {tensor: [cover.offsets, cover.sizes, cover.numel] for tensor, cover in covers.items()}
+                for name, covers in self.parts.items()
+            }
+        version = _IN_PARTS if self.parts else _WHOLE
+        return json.dumps({"format": FORMAT, "version": version, "crc32": _crc(content), "content": content})
 
 
 def _crc(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def read_manifest(folder: Folder) -> Manifest:
-    """Read the manifest of a checkpoint. Raises CheckpointError if it is missing or damaged, and ShardwiseError
-    if a store does not answer."""
+def read_manifest(folder: Folder, name: str = FILE) -> Manifest:
+    """Read the manifest of a checkpoint, without its parts; or the part ``name``. Raises CheckpointError if it is
+    missing or damaged, and ShardwiseError if a store does not answer."""
     try:
-        text = folder.read(FILE)
+        text = folder.read(name)
     except (OSError, UnicodeDecodeError, ShardwiseError) as error:
         if not folder.renames and is_unanswered(error):
-            raise unanswered(folder / FILE, error) from error
-        what = f"{folder} is no checkpoint: {FILE} cannot be read ({shorten_repr(str(error), 200)})"
-        fix = "give the folder of a complete checkpoint, or the folder that contains several"
+            raise unanswered(folder / name, error) from error
+        why = f"{name} cannot be read ({shorten_repr(str(error), 200)})"
+        what, fix = f"{folder} lacks a part: {why}", "copy all files of the folder, or load an older one"
+        if name == FILE:
+            what = f"{folder} is no checkpoint: {why}"
+            fix = "give the folder of a complete checkpoint, or the folder that contains several"
         raise CheckpointError(what, fix=fix) from error
     try:
         return parse_manifest(text)
     except ShardwiseError as error:
         fix = "load an older checkpoint; this one was changed after it was written"
-        raise CheckpointError(f"{folder / FILE} is damaged: {error}", fix=fix) from error
+        raise CheckpointError(f"{folder / name} is damaged: {error}", fix=fix) from error
 
 
 def parse_manifest(text: str) -> Manifest:
@@ -134,8 +210,9 @@ def parse_manifest(text: str) -> Manifest:
     value = read_json(text)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ShardwiseError(f'it does not have "format": "{FORMAT}"')
-    if value.get("version") != VERSION:
-        raise ShardwiseError(f"it has version {shorten_repr(value.get('version'))}, and this shardwise reads {VERSION}")
+    if value.get("version") not in (_WHOLE, _IN_PARTS):
+        version = shorten_repr(value.get("version"))
+        raise ShardwiseError(f"it has version {version}, and this shardwise reads {_WHOLE} and {_IN_PARTS}")
     content = value.get("content")
     if not isinstance(content, dict) or value.get("crc32") != _crc(content):
         raise ShardwiseError("its checksum does not match its content")
@@ -162,7 +239,18 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     _require(isinstance(content["plan"], str) and isinstance(content["values"], dict), "plan or values")
     fields = {name: content[name] for name in ("plan", "metrics", "tied", "values")}
     fields |= {name: _count(content[name]) for name in ("step", "num_ranks", "block_bytes")}
-    return Manifest(files=files, tensors=tensors, **fields)
+    parts: dict[str, dict[str, Cover]] = {}
+    for name, covers in content.get("parts", {}).items():
+        _require(_PART.fullmatch(name) is not None, f"a part called {shorten_repr(name)}")
+        parts[name] = {tensor: _cover(tensor, entry, tensors) for tensor, entry in covers.items()}
+    return Manifest(files=files, tensors=tensors, parts=parts, **fields)
+
+
+def _cover(name: str, entry: Any, tensors: Mapping[str, StoredTensor]) -> Cover:
+    (offsets, sizes), numel = (tuple(map(_count, rows)) for rows in entry[:2]), _count(entry[2])
+    dims = 1 if name == RANDOM else len(tensors[name].shape) if name in tensors else len(offsets)
+    _require(len(offsets) == len(sizes) == dims, f"where parts have {shorten_repr(name)}")
+    return Cover(offsets, sizes, numel)
 
 
 def _stored(name: str, entry: Any, names: list[str], files: Mapping[str, DataFile]) -> StoredTensor:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError
-from shardwise.train.names import DAMAGED, FILE, OWNER, is_of_saves
+from shardwise.train.names import DAMAGED, FILE, OWNER, is_kept, is_of_saves
 from shardwise.untrusted_text import MAX_FILE
 
 T = TypeVar("T")
@@ -325,6 +325,9 @@ class ObjectFolder:
         self._remove_leftovers()
         return lambda: None
 
+    def reserve(self) -> None:
+        """Do nothing: a store has no locks."""
+
     def _create(self, name: str, text: str) -> bool:
         """Write an object that does not exist. Return False if it does."""
         try:
@@ -371,7 +374,7 @@ class ObjectFolder:
         if is_ours and self.store.is_exclusive:  # so nobody else can complete a save here
             with contextlib.suppress(OSError):
                 names = self.names() - {FILE, OWNER}
-                self.remove(name for name in names if not name.endswith(f"{token}.safetensors"))
+                self.remove(name for name in names if not is_kept(name, token))
         return is_ours
 
     def abandon(self, token: str) -> None:

@@ -25,30 +25,34 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.placement import Placement
 from shardwise.runtime.guards.elementwise_optimizers import is_matrixwise
 from shardwise.runtime.guards.matrix_optimizers import has_states_here
 from shardwise.runtime.guards.registry import Owners, held_shards, is_persistent, tensors_of
 from shardwise.runtime.parallel_module import ParallelModule
+from shardwise.train.names import RANDOM
 from shardwise.train.values import decode, encode
 
-MODEL, STATE, RANDOM = "model.", "optimizer.state.", "random."
+MODEL, STATE = "model.", "optimizer.state."
 _TEXT_BYTES = 4096  # generator states are padded to a multiple, so that their size seldom changes
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A part of a global tensor of ``shape``. ``tensor``: the local elements; ``boxes``: which elements they are."""
+    """A part of a global tensor of ``shape``. ``tensor``: the local elements; ``boxes``: which elements they are;
+    ``held``: what every rank of a placement holds of it; None: every rank that has it, has all of it."""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+    held: tuple[Layout, Placement] | None = None
 
     @staticmethod
     def whole(tensor: torch.Tensor) -> TensorPart:
         return TensorPart(tensor, tuple(tensor.shape), (Box.whole(tensor.shape),))
 
     def like(self, tensor: torch.Tensor) -> TensorPart:
-        return TensorPart(tensor, self.shape, self.boxes)
+        return TensorPart(tensor, self.shape, self.boxes, self.held)
 
     def at(self, box: Box) -> torch.Tensor:
         """Return a view of the elements of a box, which must lie in one of the part's boxes."""
@@ -102,7 +106,7 @@ def _part_of(
     for path, split in splits.items():
         if name.startswith(f"{path}." if path else ""):
             layout = split.layouts.get(name.removeprefix(f"{path}.") if path else name)
-            return _part_in(tensor, layout, split.coordinates)
+            return _part_in(tensor, layout, split._ranks.place, split._ranks.rank)
     shard = None if owners is None else owners.of(tensor)
     if shard is None:
         return TensorPart.whole(tensor)
@@ -110,13 +114,13 @@ def _part_of(
     if tuple(tensor.shape) != shard.layout.local_shape(coordinates):
         what = f"{name} is a view of this rank's shard of {shard.name}, and its place in the whole tensor is unknown"
         raise ShardwiseError(what, fix="save the parallel module itself, or whole tensors")
-    return _part_in(tensor, shard.layout, coordinates)
+    return _part_in(tensor, shard.layout, shard.ranks.place, shard.ranks.rank)
 
 
-def _part_in(tensor: torch.Tensor, layout: Layout | None, coordinates: Mapping[str, int]) -> TensorPart:
+def _part_in(tensor: torch.Tensor, layout: Layout | None, place: Placement, rank: int) -> TensorPart:
     if layout is None or not prod(layout.shape):
         return TensorPart.whole(tensor)
-    return TensorPart(tensor, layout.shape, boxes(layout, coordinates))
+    return TensorPart(tensor, layout.shape, boxes(layout, place.coordinates(rank)), (layout, place))
 
 
 # ------------------------------------------------------------------------------------------------------ training state

@@ -48,7 +48,7 @@ from shardwise.train.files import CheckpointReader, StagedFile
 from shardwise.train.local_folder import LocalFolder
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
 from shardwise.train.parts import TrainingState
-from shardwise.train.sharing import Offer, PlannedFile, WritePiece, file_of
+from shardwise.train.sharing import PlannedFile, WritePiece, Writers, file_of, stored_in
 
 _TENSORS, _NOTE, _COPY, _FETCHED = "tensors.json", ".note", ".copy", ".fetched"
 _NUM_SLOTS = 2
@@ -180,10 +180,12 @@ class Peers:
         shares = assign_writers(state)
         if self.is_local:
             self.mirrored = [
-                Mirrored(file, rank, _NO_KEEPER, False) for rank, part in enumerate(shares.files) for file in part
+                Mirrored(file, rank, _NO_KEEPER, False)
+                for rank in range(self.num_ranks)
+                for file in shares.writers.files_of(rank)
             ]
         else:
-            self.mirrored = assign_keepers(shares.files, shares.offers, self.machine_of)
+            self.mirrored = assign_keepers(shares.writers, self.machine_of)
         self.connected = connect_pairs((mirror.writer, mirror.keeper) for mirror in self.mirrored if mirror.is_sent)
         every = [[mirror.file for mirror in self.mirrored if mirror.writer == rank] for rank in range(self.num_ranks)]
         manifest = Manifest(
@@ -193,7 +195,7 @@ class Peers:
                 for part in every
                 for file in part
             },
-            tensors=replace(shares, files=every).stored,
+            tensors=shares.writers.tensors() | stored_in(file for part in every for file in part),
             tied=shares.model_names(),
             values={"names": shares.names},
         )
@@ -454,24 +456,22 @@ class PeerReader(CheckpointReader):
         gather_values(None)  # a barrier: the other ranks of this machine read what its first rank fetched
 
 
-def assign_keepers(
-    files: Sequence[Sequence[PlannedFile]], offers: Sequence[Sequence[Offer]], machine_of: Sequence[int]
-) -> list[Mirrored]:
+def assign_keepers(writers: Writers, machine_of: Sequence[int]) -> list[Mirrored]:
     """Split the files of every rank so that each has one keeper on another machine: of the ranks that hold all of it,
     the one that keeps least so far; else the corresponding rank of the next machine."""
     holders: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
-    for rank, offered in enumerate(offers):
-        for name, _, _, boxes in offered:
+    for rank in range(len(machine_of)):
+        for name, boxes in writers.boxes_of(rank):
             holders[name] += [(rank, offsets, sizes) for offsets, sizes in boxes]
     machines = sorted({*machine_of})
     ranks_of = [[rank for rank, machine in enumerate(machine_of) if machine == number] for number in machines]
-    keeps = [0] * len(files)
+    keeps = [0] * len(machine_of)
     mirrors: list[Mirrored] = []
-    for writer, writer_files in enumerate(files):
+    for writer in range(len(machine_of)):
         at = machines.index(machine_of[writer])
         after = ranks_of[(at + 1) % len(machines)]
         successor = after[ranks_of[at].index(writer) % len(after)]
-        for file in writer_files:
+        for file in writers.files_of(writer):
             groups: dict[tuple[int, bool], list[WritePiece]] = defaultdict(list)
             for _, piece in file.pieces:
                 others = [

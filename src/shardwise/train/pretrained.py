@@ -28,7 +28,7 @@ from shardwise.train.local_folder import AT_ONCE_BYTES, LocalFolder
 from shardwise.train.locks import Lock, lock
 from shardwise.train.manifest import read_manifest
 from shardwise.train.parts import MODEL, TensorPart, is_seed
-from shardwise.train.sharing import WritePiece, safetensors_header, split_piece
+from shardwise.train.sharing import WritePiece, cut_rows, safetensors_header
 from shardwise.train.stores import folder_of
 
 T = TypeVar("T")
@@ -175,12 +175,19 @@ def _files(
     return placed
 
 
+def _in_rows(piece: WritePiece) -> Iterator[WritePiece]:
+    """Cut a piece into rows that fit in memory at once, where rows do."""
+    rows = piece.sizes[0] if piece.sizes else 1
+    count = max(1, min(-(-piece.num_bytes // AT_ONCE_BYTES), rows))
+    return (cut_rows(piece, at * rows // count, (at + 1) * rows // count) for at in range(count))
+
+
 def _write(
     path: Path, pieces: Sequence[tuple[int, WritePiece]], reader: CheckpointReader, names: Mapping[str, str]
 ) -> None:
     with path.open("wb") as file:
         file.write(safetensors_header({"__metadata__": {"format": "pt"}}, pieces))
-        for some in (some for _, piece in pieces for some in split_piece(piece, -(-piece.num_bytes // AT_ONCE_BYTES))):
+        for some in (some for _, piece in pieces for some in _in_rows(piece)):
             stored, rows = MODEL + names[some.name], Box(some.offsets, some.sizes, (0,) * len(some.sizes))
             part = TensorPart(torch.empty(some.sizes, dtype=some.dtype), some.shape, (rows,))
             reader.verify([(stored, part.boxes)])

@@ -25,10 +25,9 @@ from shardwise.train.checkpoints import Optimizers, Resumable, Resumables, Sched
 from shardwise.train.data import DataLoader
 from shardwise.train.files import CheckpointReader
 from shardwise.train.manifest import Manifest, StoredTensor, read_manifest
-from shardwise.train.names import FILE
+from shardwise.train.names import FILE, RANDOM
 from shardwise.train.parts import (
     MODEL,
-    RANDOM,
     STATE,
     TensorPart,
     is_seed,
@@ -226,7 +225,7 @@ class _Load:
         self._schedulers: list[Any] = states if isinstance(states, list) else []
         self.left: list[str] = []  # tensors of the model that this rank does not have
         self.converted = ""
-        self._random = f"{RANDOM}{source}"
+        self._source = source
         self.parameters = self._parameters()
         self.names = names_in_groups(self.optimizers, self.parts)
         self.settings = self._settings() if self.optimizers else []
@@ -354,9 +353,10 @@ class _Load:
 
     def parts_to_read(self) -> list[tuple[str, TensorPart]]:
         parts = [*self.parameters.items(), *(state for kept in self.states.values() for state in kept.values())]
-        generators = self.manifest.tensors.get(self._random) if self.resumables.random else None
+        generators = self.reader.random_of(self._source) if self.resumables.random else None
         if generators is not None:
-            parts.append((self._random, TensorPart.whole(torch.empty(generators.shape, dtype=generators.dtype))))
+            part = TensorPart.whole(torch.empty(generators.shape, dtype=generators.dtype))
+            parts.append((f"{RANDOM}{self._source}", part))
         return parts
 
     # -- changes -------------------------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ class _Load:
             split._draws = split._draws or MODEL + name in self.parameters
         for optimizer, settings in zip(self.optimizers, self.settings, strict=True):
             self._resume(optimizer, settings)
-        if self.resumables.random and parts[-1][0] == self._random:
+        if self.resumables.random and parts[-1][0].startswith(RANDOM):
             restore_random(parts[-1][1].tensor)
         extra, read = self.values.get("extra"), self.reader.num_bytes_read
         return Checkpoint(self.path.path, self.manifest.step, extra, self.manifest.plan, read)

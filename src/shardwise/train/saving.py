@@ -1,16 +1,16 @@
 """Writing of a checkpoint: every rank writes its files, and rank 0 completes the checkpoint.
 
 Ranks synchronize through files in the folder, without collectives: the writing thread may run beside training steps,
-whose collectives it must not disturb. A rank that has finished writes a note with its checksums; a rank that failed
-writes the reason. Notes go up a tree: ranks 8, 16, ... write those of the seven ranks behind them into their own, ranks
-64, 128, ... those of 8, 16, ..., and so on. Rank 0 completes the checkpoint (``Folder.commit``), or writes why not. The
-others look at rank 0's word only. So a save costs each rank a few operations, however many ranks there are.
+whose collectives it must not disturb. A rank that has finished writes a note, a manifest of its files with checksums; a
+rank that failed writes the reason. Notes go up a tree. Ranks 8, 16, ... write what the seven ranks behind them note
+into their own notes, which stay as parts of the manifest; ranks 64, 128, ... name the parts of 8, 16, ... in theirs,
+and so on. Rank 0 completes the checkpoint (``Folder.commit``), or writes why not. The others look at rank 0's word
+only. So a save costs each rank a few operations, and no file grows with the number of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 import warnings
@@ -18,14 +18,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
-from shardwise.errors import CheckpointError, PlanWarning
+from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError
 from shardwise.train.files import StagedFile, StreamedFile, write
-from shardwise.train.manifest import DataFile, Manifest
+from shardwise.train.manifest import Manifest, parse_manifest
 from shardwise.train.names import with_token
 from shardwise.train.retention import Keep, prune
+from shardwise.train.sharing import stored_in
 from shardwise.train.stores import Folder
 
 _FIRST_POLL_SECONDS = 0.002
@@ -61,7 +61,7 @@ class SaveJob:
         return _suffix(self.folder, self.token)
 
     def note(self, rank: int) -> str:
-        return f"written-{rank}-{self.token}.json"
+        return f"{'written' if rank % _FANOUT else 'part'}-{rank}-{self.token}.json"
 
     def remove_files(self) -> None:
         if self.suffix or self.staging.owner() == self.token:
@@ -112,12 +112,14 @@ def _save(job: SaveJob) -> str:
     """Write this rank's files and wait for completion. Return what ``_prune`` returns. Raises CheckpointError on every
     rank if one fails."""
     failed: CheckpointError | None = None
-    note: dict[str, list[Any]] = {}
+    note = Manifest(num_ranks=job.num_ranks, tensors={})
     try:
-        written = {staged.file.name: write(job.staging, staged, job.suffix) for staged in job.files}
+        files = {
+            with_token(staged.file.name, job.suffix): write(job.staging, staged, job.suffix) for staged in job.files
+        }
         if job.abandoned.is_set():
             raise InterruptedError("the call was interrupted")
-        note = {name: [file.start, file.num_bytes, file.checksums] for name, file in written.items()}
+        note = replace(note, files=files, tensors=stored_in((staged.file for staged in job.files), job.suffix))
     except (OSError, RuntimeError, MemoryError) as error:  # no room on the disk, or in memory
         failed = _fail(job, error)
     until = time.monotonic() + job.limit_seconds
@@ -125,10 +127,10 @@ def _save(job: SaveJob) -> str:
         _finish(job, failed, note, until)
         return _prune(job)
     try:
-        job.staging.put(job.note(job.rank), json.dumps(note | _notes_below(job, until)))
+        job.staging.put(job.note(job.rank), _with_notes_below(job, note, until).to_text())
     except CheckpointError:
         pass  # rank 0 learns of it too, and says so
-    except OSError as error:
+    except (OSError, ShardwiseError) as error:
         _fail(job, error)
     _wait_for_rank_zero(job, until)
     return ""
@@ -145,17 +147,18 @@ def _fail(job: SaveJob, error: Exception) -> CheckpointError:
     return failed
 
 
-def _finish(job: SaveJob, failed: CheckpointError | None, note: dict[str, list[Any]], until: float) -> None:
+def _finish(job: SaveJob, failed: CheckpointError | None, note: Manifest, until: float) -> None:
     """Complete the checkpoint when all ranks have written, or tell them why not. ``failed``: why rank 0 itself could
     not write; ``note``: what it wrote."""
     try:
         _check_owner(job)
         if failed is not None:
             raise failed
-        files = {name: DataFile(*entry) for name, entry in (note | _notes_below(job, until)).items()}
-        if not job.folder.commit(job.token, replace(job.manifest, files=files).to_text(job.suffix)):
+        whole = job.manifest.with_part(_with_notes_below(job, note, until))
+        whole.check_whole()
+        if not job.folder.commit(job.token, whole.to_text()):
             raise taken(job.folder)
-    except (OSError, CheckpointError) as error:
+    except (OSError, ShardwiseError) as error:
         if not isinstance(error, CheckpointError):
             error = give_up(job.folder, job.token, 0, str(error))
         # Delete all files, also those of ranks that hang. The folder and the reason stay, so that other ranks see them.
@@ -179,13 +182,11 @@ def _prune(job: SaveJob) -> str:
     return ""
 
 
-def _notes_below(job: SaveJob, until: float) -> dict[str, list[Any]]:
-    """Wait for the notes of the ranks below this one in the tree, and return their content. Raises CheckpointError, and
-    tells the rank above, if one of them failed, or is late."""
-    left, notes = _ranks_below(job.rank, job.num_ranks), dict[str, list[Any]]()
-    waited_for = list(left)
-    if not left:
-        return notes
+def _with_notes_below(job: SaveJob, note: Manifest, until: float) -> Manifest:
+    """Wait for the notes of the ranks below this one in the tree, and return its own ``note`` with them. Raises
+    CheckpointError, and tells the rank above, if one of them failed, or is late."""
+    waited_for = _ranks_below(job.rank, job.num_ranks)
+    left = list(waited_for)
     for _ in _polls(job, until, "all ranks have written their files"):
         while left and job.staging.has(job.note(left[-1])):
             left.pop()
@@ -196,11 +197,13 @@ def _notes_below(job: SaveJob, until: float) -> dict[str, list[Any]]:
             if job.staging.has(_failure(job, rank)):
                 raise _told(job, job.staging.read(_failure(job, rank)) or f"rank {rank}: {_NO_ROOM}")
     names = [job.note(rank) for rank in waited_for]
-    for text in job.staging.read_all(names):
-        notes |= json.loads(text)
+    for rank, name, text in zip(waited_for, names, job.staging.read_all(names), strict=True):
+        below = parse_manifest(text)
+        stays = rank % _FANOUT == 0
+        note = replace(note, parts={**note.parts, name: below.covers()}) if stays else note.with_part(below)
     if job.folder.renames:
-        job.staging.remove(names)
-    return notes
+        job.staging.remove(name for rank, name in zip(waited_for, names, strict=True) if rank % _FANOUT)
+    return note
 
 
 def _ranks_below(rank: int, num_ranks: int) -> list[int]:
@@ -299,11 +302,14 @@ def _failed(folder: Folder, reason: str) -> CheckpointError:
     )
 
 
-def make_room(folder: Folder, room: ExitStack) -> str:
+def make_room(folder: Folder, room: ExitStack, keep: Keep | None = None) -> str:
     """Make room for a save, on rank 0, and return the save's token. ``room`` releases it when closed. Raises
-    CheckpointError if the checkpoint exists, another process saves it, or it cannot be written."""
+    CheckpointError if the checkpoint exists, another process saves it, or deletes checkpoints beside it, or it cannot
+    be written."""
     token = uuid4().hex
     try:
+        if keep is not None:  # two jobs in one folder would delete each other's checkpoints
+            folder.reserve()
         room.callback(folder.begin(token))
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):

@@ -1,29 +1,35 @@
 """Assignment of the parts of a checkpoint to ranks: each element is written once, by a rank that holds it, in balance.
 
-All ranks compute the same assignment from the offers of all ranks, without more communication. A box that several ranks
-hold, and that is large compared with a rank's fair share, is cut into pieces of rows. Then the pieces are assigned
-greedily: the largest goes to the rank that has least to write so far.
+Ranks offer what they hold as layouts on placements, which are the same texts on all ranks of a stage. So the offers of
+any number of ranks are as many as there are stages, and a rank computes its own share from them (``Writers``).
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.layouts.boxes import boxes
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
+from shardwise.layouts.text import parse_layout
+from shardwise.plans.quantities import format_ranges
 from shardwise.train.local_folder import AT_ONCE_BYTES
-from shardwise.train.manifest import Chunk
+from shardwise.train.manifest import Chunk, StoredTensor
+from shardwise.train.names import RANDOM, with_token
 from shardwise.train.parts import TensorPart
 from shardwise.train.values import DTYPES, dtype_name
 
-CUT_FROM_BYTES = 2**20
-PIECES_OF_A_SHARE = 4  # boxes are cut only if they are larger than this part (1/4) of a fair share
+CUT_FROM_BYTES = 2**20  # the least that a rank writes of what several hold, if they hold as much
 _ALIGNED = 16  # bytes: where the data of a file begins
 _LINE_BYTES = 64  # a cache line: copies to unaligned addresses take 1.4 times as long
 PAGE_BYTES = 2**12  # alignment for direct I/O
@@ -33,9 +39,10 @@ _SAFETENSORS = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
 }  # fmt: skip
 
-# A rank's description of a tensor: name, dtype, global shape, (offsets, sizes) of its boxes.
+# A rank's description of a tensor: name, dtype, global shape, and what each rank of a placement holds, as texts
+# (layout, mesh, ranks), or () if the rank holds all of it. Offers of ranks that run the same stages are equal.
 Rows = tuple[int, ...]
-Offer = tuple[str, str, Rows, tuple[tuple[Rows, Rows], ...]]
+Offer = tuple[str, str, Rows, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,72 +69,178 @@ class PlannedFile:
     pieces: tuple[tuple[int, WritePiece], ...]
     num_bytes: int
 
-    def chunks(self) -> list[tuple[WritePiece, Chunk]]:
-        return [(piece, Chunk(self.name, start, piece.offsets, piece.sizes)) for start, piece in self.pieces]
-
 
 def describe_parts(parts: Mapping[str, TensorPart]) -> list[Offer]:
     """Return the offers of this rank's parts. Raises ShardwiseError for a dtype that safetensors does not support."""
     offers: list[Offer] = []
+    texts: dict[int, tuple[str, str]] = {}  # of placements
     for name, part in sorted(parts.items()):
-        dtype = dtype_name(part.tensor.dtype)
+        dtype, held = dtype_name(part.tensor.dtype), tuple[str, ...]()
         if dtype not in _SAFETENSORS:
             raise ShardwiseError(f"{name} is {dtype}; safetensors files support only {', '.join(_SAFETENSORS)}")
-        offers.append((name, dtype, part.shape, tuple((box.offsets, box.sizes) for box in part.boxes)))
+        if part.held is not None:
+            layout, place = part.held
+            if id(place) not in texts:
+                texts[id(place)] = (str(place.mesh), format_ranges(place.ranks))
+            held = (str(layout), *texts[id(place)])
+        # Generators are each rank's own: without its number the offers of many ranks are equal.
+        offers.append((RANDOM if name.startswith(RANDOM) else name, dtype, part.shape, held))
     return offers
 
 
-def plan_files(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
-    """Return the files of every rank, from the offers of every rank. Raises ShardwiseError if ranks disagree on a
-    tensor's dtype or shape, or if no rank holds some of its elements."""
-    holders: dict[tuple[str, Rows, Rows], list[int]] = defaultdict(list)
-    kinds: dict[str, tuple[str, Rows]] = {}
-    for rank, rank_offers in enumerate(offers):
-        for name, dtype, shape, boxes in rank_offers:
-            if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
-                raise ShardwiseError(f"{name} is {kinds[name]} on one rank and {(dtype, shape)} on rank {rank}")
-            for offsets, sizes in boxes:
-                holders[name, offsets, sizes].append(rank)
-    numel_held: dict[str, int] = dict.fromkeys(kinds, 0)
-    for name, _, sizes in holders:
-        numel_held[name] += prod(sizes)
-    wrong = [name for name, (_, shape) in kinds.items() if numel_held[name] != prod(shape)]
-    if wrong:
-        raise ShardwiseError(
-            f"the ranks hold {numel_held[wrong[0]]:,} of the {prod(kinds[wrong[0]][1]):,} elements of {wrong[0]}"
-        )
-    total = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds.values())
-    largest = max(CUT_FROM_BYTES, total // (PIECES_OF_A_SHARE * len(offers)))
-    to_write: list[tuple[WritePiece, list[int]]] = []
-    for (name, offsets, sizes), ranks in holders.items():
-        dtype, shape = kinds[name]
-        piece = WritePiece(name, DTYPES[dtype], shape, offsets, sizes)
-        to_write += [(part, ranks) for part in split_piece(piece, min(len(ranks), -(-piece.num_bytes // largest)))]
-    load = [0] * len(offers)
-    written: list[list[WritePiece]] = [[] for _ in offers]
-    for piece, ranks in sorted(to_write, key=lambda item: (-item[0].num_bytes, item[0].name, item[0].offsets)):
-        writer = min(ranks, key=load.__getitem__)
-        load[writer] += piece.num_bytes
-        written[writer].append(piece)
-    return [_files(rank, len(offers), pieces) for rank, pieces in enumerate(written)]
+@dataclass(frozen=True)
+class _Held:
+    """How some ranks hold a tensor: each all of it, or (``layout``, ``place``) what the layout gives it."""
+
+    ranks: tuple[int, ...]
+    layout: Layout | None = None
+    place: Placement | None = None
+
+    def boxes(self, rank: int) -> list[tuple[Rows, Rows]] | None:
+        """Return (offsets, sizes) of what a rank holds; None for all of the tensor."""
+        if self.layout is None or self.place is None:
+            return None
+        return [(box.offsets, box.sizes) for box in boxes(self.layout, self.place.coordinates(rank))]
+
+    def replicas(self, rank: int, groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the ranks that hold the same as a rank. ``groups``: those that were found before."""
+        if self.layout is None or self.place is None:
+            return self.ranks
+        free = tuple(axis for axis in self.place.mesh.sub_axes if axis not in self.layout.positions)
+        key = id(self.place), free
+        if key not in groups:
+            groups[key] = tuple(sorted(self.place.group(free, rank)))
+        return groups[key]
 
 
-def split_piece(piece: WritePiece, count: int) -> list[WritePiece]:
-    """Split a piece into at most ``count`` pieces of rows."""
-    count = min(count, piece.sizes[0] if piece.sizes else 1)
-    if count <= 1:
-        return [piece]
-    cuts = [index * piece.sizes[0] // count for index in range(count + 1)]
-    return [
-        WritePiece(
-            piece.name,
-            piece.dtype,
-            piece.shape,
-            (piece.offsets[0] + start, *piece.offsets[1:]),
-            (stop - start, *piece.sizes[1:]),
-        )
-        for start, stop in itertools.pairwise(cuts)
-    ]
+class Writers:
+    """Which rank writes which elements, from the ``offers`` of all ranks.
+
+    The ranks that hold the same boxes divide the bytes of these, in the order of their names, into equal ranges of
+    rows, of a MiB or more. So each rank finds what it writes from what it holds itself, without looking at others.
+
+    Raises ShardwiseError if ranks disagree on a tensor's dtype or shape, or if no rank holds some of its elements.
+    """
+
+    def __init__(self, offers: Sequence[Sequence[Offer]]) -> None:
+        self.offers = offers
+        self.kinds: dict[str, tuple[str, Rows]] = {}
+        self._held: dict[str, dict[tuple[str, ...], _Held]] = defaultdict(dict)
+        ranks_of: dict[int, list[int]] = defaultdict(list)  # equal offers are one object (``RankTree.gather``)
+        for rank, offered in enumerate(offers):
+            ranks_of[id(offered)].append(rank)
+        for ranks in map(tuple, ranks_of.values()):
+            for name, dtype, shape, held in offers[ranks[0]]:
+                if name == RANDOM:
+                    continue
+                if self.kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
+                    what = f"{name} is {self.kinds[name]} on one rank and {(dtype, shape)} on rank {ranks[0]}"
+                    raise ShardwiseError(what)
+                before = self._held[name].get(held)
+                all_ranks = ranks if before is None else tuple(sorted((*before.ranks, *ranks)))
+                self._held[name][held] = _Held(all_ranks, *_parsed(*held)) if held else _Held(all_ranks)
+        self._check()
+
+    def _check(self) -> None:
+        for name, every in self._held.items():
+            (first, *others), (_, shape) = every.values(), self.kinds[name]
+            if not others and (first.place is None or first.place.ranks == first.ranks):
+                continue  # a layout leaves no element out
+            distinct = {box for held in every.values() for rank in held.ranks for box in self._boxes(name, held, rank)}
+            if (numel := sum(prod(sizes) for _, sizes in distinct)) != prod(shape):
+                raise ShardwiseError(f"the ranks hold {numel:,} of the {prod(shape):,} elements of {name}")
+
+    def _boxes(self, name: str, held: _Held, rank: int) -> list[tuple[Rows, Rows]]:
+        (_, shape), found = self.kinds[name], held.boxes(rank)
+        return [((0,) * len(shape), shape)] if found is None else found
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return all tensors, without where they are. Generators are in the parts of their ranks only."""
+        return {name: StoredTensor(DTYPES[dtype], shape, ()) for name, (dtype, shape) in self.kinds.items()}
+
+    def files_of(self, rank: int) -> list[PlannedFile]:
+        """Return the files that a rank writes."""
+        shared: dict[tuple[int, ...], list[WritePiece]] = defaultdict(list)  # by the ranks that hold them
+        written: list[WritePiece] = []
+        groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
+        for name, dtype, shape, key in self.offers[rank]:
+            if name == RANDOM:
+                written.append(WritePiece(f"{RANDOM}{rank}", DTYPES[dtype], shape, (0,) * len(shape), shape))
+                continue
+            held = self._held[name][key]
+            for offsets, sizes in self._boxes(name, held, rank):
+                ranks = self._holders(name, held, rank, (offsets, sizes), groups)
+                shared[ranks].append(WritePiece(name, DTYPES[dtype], shape, offsets, sizes))
+        for ranks, pieces in shared.items():
+            written += _share_of(pieces, ranks.index(rank), len(ranks))
+        return _files(rank, len(self.offers), written)
+
+    def boxes_of(self, rank: int) -> list[tuple[str, list[tuple[Rows, Rows]]]]:
+        """Return (tensor, the boxes of it) of what a rank holds, without its generators."""
+        offered = ((name, self._held[name][key]) for name, _, _, key in self.offers[rank] if name != RANDOM)
+        return [(name, self._boxes(name, held, rank)) for name, held in offered]
+
+    def _holders(
+        self, name: str, held: _Held, rank: int, box: tuple[Rows, Rows], groups: dict[Any, tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """Return the ranks that hold a box of a tensor, of which ``rank`` is one."""
+        if len(self._held[name]) == 1:
+            return held.replicas(rank, groups)
+        # Several stages have it, or several modules: few tensors do.
+        every = self._held[name].values()
+        return tuple(sorted({q for other in every for q in other.ranks if box in self._boxes(name, other, q)}))
+
+
+def _parsed(layout: str, mesh: str, ranks: str) -> tuple[Layout, Placement]:
+    place = _placement(mesh, ranks)
+    return parse_layout(layout, place.mesh), place
+
+
+@lru_cache(maxsize=256)
+def _placement(mesh: str, ranks: str) -> Placement:
+    ends = (part.split("-") for part in ranks.split(","))
+    numbers = (number for first, *last in ends for number in range(int(first), int((last or [first])[0]) + 1))
+    return Placement(Mesh.parse(mesh), tuple(numbers))
+
+
+def _share_of(pieces: Sequence[WritePiece], index: int, count: int) -> list[WritePiece]:
+    """Return what the rank at ``index`` of ``count`` writes of the boxes that all of them hold: the rows that begin in
+    its range of their bytes."""
+    total = sum(piece.num_bytes for piece in pieces)
+    writers = min(count, max(1, total // CUT_FROM_BYTES))
+    writer = -(-index * writers // count)
+    if writer * count // writers != index:
+        return []  # others write all
+    start, stop = writer * total // writers, (writer + 1) * total // writers
+    start, stop = (0 if writer == 0 else start), (total + 1 if writer + 1 == writers else stop)
+    share: list[WritePiece] = []
+    at = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.name, piece.offsets)):
+        rows = piece.sizes[0] if piece.sizes and piece.num_bytes else 1
+        row = max(1, piece.num_bytes // rows)
+        first, last = (min(max(-(-(end - at) // row), 0), rows) for end in (start, stop))
+        share += [cut_rows(piece, first, last)] if first < last else []
+        at += piece.num_bytes
+    return share
+
+
+def cut_rows(piece: WritePiece, first: int, last: int) -> WritePiece:
+    """Return rows ``[first, last)`` of a piece, which is a whole row if it has no dims or elements."""
+    if not piece.sizes or not piece.num_bytes:
+        return piece
+    offsets, sizes = (piece.offsets[0] + first, *piece.offsets[1:]), (last - first, *piece.sizes[1:])
+    return replace(piece, offsets=offsets, sizes=sizes)
+
+
+def stored_in(files: Iterable[PlannedFile], token: str = "") -> dict[str, StoredTensor]:
+    """Return where files have the elements of tensors. ``token``: of the files' names (``with_token``)."""
+    pieces: dict[str, WritePiece] = {}
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    for file in files:
+        for start, piece in file.pieces:
+            pieces[piece.name] = piece
+            chunks[piece.name].append(Chunk(with_token(file.name, token), start, piece.offsets, piece.sizes))
+    return {name: StoredTensor(piece.dtype, piece.shape, tuple(chunks[name])) for name, piece in pieces.items()}
 
 
 def _files(rank: int, num_ranks: int, pieces: Sequence[WritePiece]) -> list[PlannedFile]:

@@ -94,6 +94,10 @@ class Folder(Protocol):
         """Make room for a save, on rank 0, and return a function that releases it. Removes what killed jobs left.
         Raises CheckpointError if the checkpoint exists or another process is known to save it."""
 
+    def reserve(self) -> None:
+        """Let no other process delete checkpoints beside this one, where there are locks. Raises CheckpointError if a
+        live process does."""
+
     @property
     def staging(self) -> Folder:
         """Return the folder to which a save writes."""
