@@ -25,7 +25,7 @@ from raising import raises
 from shardwise.errors import LaunchError
 from shardwise.hosts import Host, free_port
 from shardwise.launch import node_agent
-from shardwise.launch.channel import Channel
+from shardwise.launch.channel import Channel, version
 from shardwise.launch.coordinator import STOPPED, Coordinator
 from shardwise.launch.launcher import launch
 from shardwise.launch.node_agent import GenerationStart, Listener, NodeAgent
@@ -374,7 +374,7 @@ def called(port: int, secret: bytes = SECRET) -> Channel:
 
 
 def hello(node: int, machines: int) -> dict[str, Any]:
-    named = {"slots": [0], "spares": [], "port": 1, "rank_port": 2, "name": "m"}
+    named = {"slots": [0], "spares": [], "port": 1, "rank_port": 2, "name": "m", "version": version()}
     return {"hello": node, "machines": machines, "ranks": machines, **named}
 
 

@@ -137,14 +137,15 @@ def _precision(text: str) -> Any:
     from shardwise.graph.step_precision import Precision
 
     pairs = _pairs(text.split(","), "--precision") if "=" in text else {"compute": text}
-    named = {"products": pairs.pop("products")} if "products" in pairs else {}
+    products = pairs.pop("products", None)
     wrong = [f"{key}={value}" for key, value in pairs.items() if value not in _DTYPES and value not in _DTYPES.values()]
     if wrong or pairs.keys() - {"compute", "parameter", "reduce"}:
         raise ShardwiseError(
             f"cannot parse --precision {text!r}",
             fix=f"compute=, parameter=, reduce=, each {', '.join(_DTYPES)}; products=float8: compute=bf16,reduce=f32",
         )
-    return Precision(**{key: getattr(torch, _DTYPES.get(value, value)) for key, value in pairs.items()}, **named)
+    dtypes: dict[str, Any] = {key: getattr(torch, _DTYPES.get(value, value)) for key, value in pairs.items()}
+    return Precision(**dtypes, products=products)
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------

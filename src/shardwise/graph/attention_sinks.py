@@ -82,7 +82,8 @@ def _rows(
         return (RowTiles(0, count, (Columns(0, num_keys),)),), (None, None)
     if runs is not None and is_causal(band, num_keys):
         return tuple(causal_rows(runs, num_keys)), (None, None)
-    index, tiles, begin = global_indices(*atoms, query.device).flatten(), [], 0
+    sizes, offsets, lengths = atoms
+    index, tiles, begin = global_indices(sizes, offsets, lengths, query.device).flatten(), [], 0
     for first, length in [(0, 0)] if runs is None else runs:
         for start, end in row_ranges(length, band[1] - band[0] + 1):
             least, behind = max(first + start + band[0], 0), min(first + end + band[1], num_keys)
@@ -182,7 +183,7 @@ class _Matcher:
             return None
         weights, value = op.operands
         cut = self._maker(self._undropped(weights), aten.slice.Tensor)
-        softmax = self._maker(cut and cut.operands[0], aten.softmax.int)
+        softmax = None if cut is None else self._maker(cut.operands[0], aten.softmax.int)
         joined = self._maker(self._unshifted(softmax), aten.cat.default)
         if cut is None or softmax is None or joined is None or len(joined.operands) != 2:
             return None
@@ -250,8 +251,9 @@ class _Matcher:
         if less is None or len(less.operands) != 2:
             return name
         largest = self.graph.producer.get(less.operands[1])
-        is_largest = largest is not None and largest.target in (aten.max.dim, aten.amax.default)
-        return less.operands[0] if is_largest and largest.operands[0] == less.operands[0] else name
+        if largest is None or largest.target not in (aten.max.dim, aten.amax.default):
+            return name
+        return less.operands[0] if largest.operands[0] == less.operands[0] else name
 
     def _one_per_head(self, sink: str) -> str | None:
         """Return a value with one score for each head that is broadcast to ``sink`` [batch, heads, rows, 1]."""

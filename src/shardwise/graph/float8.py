@@ -43,7 +43,8 @@ def _largest(x: Tensor, dim: Sequence[int]) -> Tensor:
     shape = [size for i, size in enumerate(x.shape) if i not in dim]
     if not x.numel():
         return x.new_zeros(shape, dtype=wide)
-    return torch.linalg.vector_norm(x, torch.inf, list(dim)).to(wide)
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf, list(dim))
+    return largest.to(wide)
 
 
 def _without_gradient(x: Tensor, dim: Sequence[int]) -> Tensor:

@@ -127,7 +127,8 @@ def _localize(op: Op, context: LocalContext) -> LocalOpCall:
         return same_call(op)
     pieces = flat_pieces(context.pieces["t"])
     if op.target is ATTENTION_WITH_SINKS:
-        return replace_arguments(op, **dict(zip(("sizes", "offsets", "lengths"), pieces, strict=True)))
+        sizes, offsets, lengths = pieces
+        return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths)
     if op.target is ATTENTION_WITHIN:
         index = global_index("cpu", *pieces)
         rows, firsts, ends = blocks_at(index, args["rows"], args["firsts"], args["ends"])

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardwise.graph.custom_operators import global_indices
 from shardwise.rules.arguments import broadcast_shape
 
 _library: Any = torch.library  # its functions are not typed
@@ -31,11 +32,7 @@ def _define(schema: str, function: Callable[..., Any]) -> Any:
 
 def global_index(device: Any, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Return the global indices of a shard, int64 ``[prod(lengths)]``."""
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for size, offset, length in zip(sizes, offsets, lengths, strict=True):
-        digit = torch.arange(offset, offset + length, dtype=torch.int64, device=device)
-        index = (index.unsqueeze(-1) * size + digit).flatten()
-    return index.reshape(prod(lengths))
+    return global_indices(sizes, offsets, lengths, device).flatten()
 
 
 def local_index(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import ceil, inf, log10
+from typing import Any
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
@@ -484,7 +485,7 @@ class Planner:
             chosen, fastest = other, found
         return chosen
 
-    def _varied(self, candidate: Candidate, **settings: int) -> tuple[Planner, float]:
+    def _varied(self, candidate: Candidate, **settings: Any) -> tuple[Planner, float]:
         """Return the planner with other settings of messages, and the seconds of a candidate's step with them; infinite
         if it does not fit."""
         folded = None if self.folded is None else FoldedSteps(self.graph)

@@ -114,7 +114,7 @@ class Manifest:
             _require((here.dtype, here.shape) == (stored.dtype, stored.shape), f"{shorten_repr(tensor)} in {name}")
             tensors[tensor] = replace(here, chunks=(*here.chunks, *stored.chunks))
         _require(part.block_bytes == self.block_bytes and not part.files.keys() & self.files.keys(), f"files in {name}")
-        parts = {other: covers for other, covers in self.parts.items() if other != name} | part.parts
+        parts = {**{other: covers for other, covers in self.parts.items() if other != name}, **part.parts}
         for tensor, cover in (entry for covers in part.parts.values() for entry in covers.items()):
             known = tensor not in tensors or len(cover.offsets) == len(tensors[tensor].shape)
             _require(known, f"where parts have {shorten_repr(tensor)}")
