@@ -22,7 +22,7 @@ from shardwise.planning.execute import Planning, execute
 from shardwise.planning.first_verdict import FirstVerdict
 from shardwise.plans.price_scope import figures
 from shardwise.plans.request import PlanRequest
-from shardwise.search import fit_memory
+from shardwise.search import fit_memory, quick_plan
 
 # A search may end with a plan whose step is this much longer than one that it has not simulated.
 LONGER = 1.001
@@ -164,6 +164,22 @@ def test_it_is_never_contradicted_on_golden_models(model: str, target: Any) -> N
     request = PlanRequest.of(module, inputs, target.cluster, mesh=target.mesh)
     told = [check(request.varied(memory_bytes=limit)) for limit in limits(request)]
     assert (told[0], told[-1]) == ("refused", "fits")
+
+
+@pytest.mark.parametrize(("limit", "num_built"), [(0.4e6, 1), (0.8e6, 2), (2e6, 1)])
+def test_programs_that_clearly_hold_too_much_are_not_built(
+    limit: float, num_built: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of 1,024 samples, or 256 micro-batches of 4; with all programs the verdict is the same."""
+    built: list[object] = []
+    simulated = quick_plan._simulated
+    monkeypatch.setattr(quick_plan, "_simulated", lambda *plan: built.append(plan) or simulated(*plan))
+    request = deep(samples=1024, memory_bytes=limit)
+    soon = verdict_of(request)
+    assert len(built) == num_built
+    monkeypatch.setattr(quick_plan, "CLEARLY_OVER_LIMIT", inf)
+    assert str(verdict_of(request)) == str(soon)
+    assert len(built) >= 4 + num_built
 
 
 @pytest.mark.parametrize("layers", [4, 7])

@@ -150,7 +150,8 @@ def first_verdict(
     whole = graph if step == samples else call.graph(step)
     is_plain = not (config.annotations or config.settings.layouts)  # which name operators
     short = ShortModel.of(whole, shortened=is_plain)
-    for size in _sizes(batches, cluster.num_devices) or (step,):
+    sizes = _sizes(batches, cluster.num_devices) or (step,)
+    for size in sizes:
         count = step // size
         try:
             model = short if count == 1 else short.micro_batch(size)
@@ -161,7 +162,8 @@ def first_verdict(
         of_size = _config_for(config, size, count)
         planner = memory_planner(of_size, model.graph, inf, PlanningCache(call.vjp_cache))
         parallel, limit = config.parallel, config.limit / MEMORY_MARGIN
-        quick = quick_plan(planner, model, limit, parallel.reshard_mode, fixed=parallel.recompute != "auto")
+        fixed, is_last = parallel.recompute != "auto", size == sizes[-1]
+        quick = quick_plan(planner, model, limit, parallel.reshard_mode, fixed=fixed, only_fitting=not is_last)
         plan = None if quick is None else FirstPlan(of_size, call, whole, size, count, quick)
         if plan is not None and plan.num_bytes < verdict.most_bytes:
             verdict = replace(verdict, plan=plan)

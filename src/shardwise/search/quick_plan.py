@@ -16,12 +16,14 @@ from math import inf
 from shardwise.costs.timeline import SimulatedStep, simulate_program
 from shardwise.graph.folding import Folding
 from shardwise.graph.ir import Graph
+from shardwise.graph.segments import block_of
 from shardwise.programs.builder import Choice
 from shardwise.programs.micro_batches import Passes
 from shardwise.progress import report_progress
 from shardwise.search.auto import MeshSearch, run_search
 from shardwise.search.block_extrapolation import FoldedSteps, PerBlockCost, Simulate, extended
-from shardwise.search.constants import LONGEST_FOLDED_PERIOD, MIN_REPEATED_BLOCKS
+from shardwise.search.constants import CLEARLY_OVER_LIMIT, LONGEST_FOLDED_PERIOD, MIN_REPEATED_BLOCKS
+from shardwise.search.cost_graph import bytes_of_variables
 from shardwise.search.decide import apply_layouts
 from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.fit_memory import memory_policies
@@ -79,6 +81,16 @@ class ShortModel:
         paths, before = ([block.path for block in s.folding.blocks] for s in (steps, self.steps))
         return replace(self, steps=steps) if paths == before else None
 
+    def additive_bytes(self, search: MeshSearch) -> float:
+        """Return the additive bytes of the whole model, if its further blocks are treated as the second ones."""
+        times = {
+            block.path: count - 2
+            for run, count in zip(self.runs, self.counts, strict=True)
+            for block in self.steps.folding.blocks[run[1] : run[2]]
+        }
+        num_bytes = bytes_of_variables(search.cost, search.outcome.assignment)
+        return sum(size * times.get(block_of(name), 1) for (_, name), size in num_bytes.items())
+
     def step(self, choice: Choice, memory_policy: MemoryPolicy, simulate: Simulate) -> SimulatedStep | None:
         """Return the step of the whole model under a choice for the short one; None if the second block of a run is
         treated as neither the first nor the last, or if the model cannot be shortened to two."""
@@ -126,12 +138,19 @@ class QuickPlan:
 
 
 def quick_plan(
-    planner: Planner, short: ShortModel, limit: float, reshard_mode: ReshardMode | None, *, fixed: bool
+    planner: Planner,
+    short: ShortModel,
+    limit: float,
+    reshard_mode: ReshardMode | None,
+    *,
+    fixed: bool,
+    only_fitting: bool = False,
 ) -> QuickPlan | None:
     """Return the first of a few plans that fits, else the one of the fewest bytes; None if none can be repeated.
 
     They are the fastest plan under the memory policy that repeats least, and the fastest and the smallest under the one
-    that keeps least without the host.
+    that keeps least without the host. Programs of plans whose additive bytes are clearly over the limit are not built,
+    except of the smallest where no other was.
 
     Args:
         planner: The planner of the short model on one mesh, whose limit does not count.
@@ -139,6 +158,7 @@ def quick_plan(
         limit: Bytes of a device.
         reshard_mode: As for ``fit_memory``.
         fixed: Whether the planner's policy is the only one.
+        only_fitting: Whether plans that are clearly over the limit are not needed at all.
     """
     planners = [planner]
     if not fixed:
@@ -146,15 +166,23 @@ def quick_plan(
         on_device = [p for p in policies if not p.settings.memory_policy.offloads]
         planners = [policies[0], (on_device or policies)[-1]]
     best: QuickPlan | None = None
+    large: list[tuple[float, Planner, MeshSearch]] = []
+    most = CLEARLY_OVER_LIMIT * limit if planner.settings.zero is None else inf  # which stores less than was searched
     for under in planners:
         for search in _searches(under, with_least=under is planners[-1]):
             report_progress("first verdict")
+            if (num_bytes := short.additive_bytes(search)) > most:
+                large.append((num_bytes, under, search))
+                continue
             plan = _simulated(under, short, search)
             if plan is not None and (best is None or plan.num_bytes < best.num_bytes):
                 best = plan
             if best is not None and best.num_bytes <= limit:
                 return best
-    return best
+    if best is not None or only_fitting:
+        return best
+    plans = (_simulated(under, short, search) for _, under, search in sorted(large, key=lambda plan: plan[0]))
+    return next((plan for plan in plans if plan is not None), None)
 
 
 def _searches(planner: Planner, *, with_least: bool) -> Iterator[MeshSearch]:
