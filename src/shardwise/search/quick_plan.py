@@ -16,7 +16,6 @@ from math import inf
 from shardwise.costs.timeline import SimulatedStep, simulate_program
 from shardwise.graph.folding import Folding
 from shardwise.graph.ir import Graph
-from shardwise.graph.segments import block_of
 from shardwise.programs.builder import Choice
 from shardwise.programs.micro_batches import Passes
 from shardwise.progress import report_progress
@@ -84,12 +83,13 @@ class ShortModel:
     def additive_bytes(self, search: MeshSearch) -> float:
         """Return the additive bytes of the whole model, if its further blocks are treated as the second ones."""
         times = {
-            block.path: count - 2
+            name: count - 2
             for run, count in zip(self.runs, self.counts, strict=True)
             for block in self.steps.folding.blocks[run[1] : run[2]]
+            for name in (*(op.name for op in block.ops), *block.sources, *block.made)
         }
         num_bytes = bytes_of_variables(search.cost, search.outcome.assignment)
-        return sum(size * times.get(block_of(name), 1) for (_, name), size in num_bytes.items())
+        return sum(size * times.get(name, 1) for (_, name), size in num_bytes.items())
 
     def step(self, choice: Choice, memory_policy: MemoryPolicy, simulate: Simulate) -> SimulatedStep | None:
         """Return the step of the whole model under a choice for the short one; None if the second block of a run is
