@@ -85,9 +85,8 @@ def test_every_contraction_convolution_and_attention_with_a_rule_is_counted():
     backward = {torch.ops.shardwise.grouped_mm_of_x.default, torch.ops.shardwise.grouped_mm_of_weight.default}
     of_layers = ATTENTION.keys() | RECURRENT.keys() | EXPERTS.keys() | HEAD.keys()
     with_rules = MATMUL.keys() | convolutions | of_layers
-    assert FLOPS.keys() == with_rules | backward | {
-        torch.ops.aten.addmm.default
-    }  # a matrix product and its bias as one kernel
+    kernels = {torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default}  # with a bias; in float8
+    assert FLOPS.keys() == with_rules | backward | kernels
 
 
 def test_flops_of_recurrent_layers_and_experts_are_those_of_their_products():

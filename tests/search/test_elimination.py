@@ -123,7 +123,7 @@ def test_equal_layers_are_eliminated_once():
     assert solve(long_chain(600, repeats=False)).num_tables > 500
 
 
-@pytest.mark.parametrize("elements", [16, 500])
+@pytest.mark.parametrize("elements", [2, 16, 500])
 def test_large_joint_tables_are_minimised_in_parts_with_the_same_result(
     elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

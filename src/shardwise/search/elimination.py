@@ -15,7 +15,7 @@ and problems that differ only in prices are eliminated in the same steps.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, prod
@@ -385,10 +385,9 @@ def _minimum(step: _Least, tables: Sequence[Table]) -> Table:
         least = joint.min(axis=0)
         return least
     out = np.full(step.shape, np.inf)
-    rows = max(1, CACHE_BLOCK_ELEMENTS // max(1, prod(step.shape[1:])))
-    for start in range(0, step.shape[0], rows):
-        block = out[start : start + rows]
-        cut = [np.ascontiguousarray(t if t.shape[1] == 1 else t[:, start : start + rows]) for t in small]
+    for rows in _blocks(step.shape):
+        block = out[rows]
+        cut = [np.ascontiguousarray(_at(table, rows)) for table in small]
         buffer = np.empty_like(block)
         # torch adds tables of different shapes three times as fast as numpy (2.13 and 2.3, x86, 2026).
         total, (first, second, *others) = (
@@ -401,6 +400,20 @@ def _minimum(step: _Least, tables: Sequence[Table]) -> Table:
                 torch.add(total, part[value], out=total)
             np.minimum(block, buffer, out=block)
     return out
+
+
+def _blocks(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """Cut a table into blocks of at most ``CACHE_BLOCK_ELEMENTS``, which are ranges of its first axes."""
+    rows = CACHE_BLOCK_ELEMENTS // max(1, prod(shape[1:]))
+    if rows:
+        yield from ((slice(start, start + rows),) for start in range(0, shape[0], rows))
+    else:
+        yield from ((slice(row, row + 1), *rest) for row in range(shape[0]) for rest in _blocks(shape[1:]))
+
+
+def _at(table: Table, rows: Sequence[slice]) -> Table:
+    """Return, of all values of the variable, the block that ``rows`` cuts out."""
+    return table[:, *(part if size > 1 else slice(None) for part, size in zip(rows, table.shape[1:], strict=False))]
 
 
 def _within(inner: Sequence[int], outer: Sequence[int]) -> bool:
