@@ -284,10 +284,12 @@ sys.stdin.read()
         assert first.stdout.readline() == b"saved\n"
         with raises(sw.errors.CheckpointError, str(tmp_path / "run"), f"process {first.pid}"):
             sw.save_checkpoint(tmp_path / "run" / "step-9", model, step=9, keep=keep)
-        assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-8"]
+        assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-8"]
     sw.save_checkpoint(tmp_path / "run" / "step-9", model, step=9, keep=keep)  # the first job has ended
     sw.save_checkpoint(tmp_path / "run" / "step-10", model, step=10, keep=keep)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-10"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".keep=.lock", "step-10"}
+    assert [path.name for path in tmp_path.iterdir()] == ["run"], "nothing is written beside the folder"
+    assert sw.load_checkpoint(tmp_path / "run", model).step == 10
 
 
 @pytest.mark.parametrize("kind", ["is refused", "copies, and stops half-way"])

@@ -149,7 +149,7 @@ class LocalFolder:
         parent = self.path.parent.absolute()
         parent.mkdir(parents=True, exist_ok=True)
         if parent not in _kept:
-            _kept[parent] = held = lock(parent)
+            _kept[parent] = held = lock(parent / "keep=")  # not beside it, where one may not write
             atexit.register(held.release)  # else the file stays, which locks nothing
 
     def owner(self) -> str | None:
