@@ -175,10 +175,12 @@ def _prune(job: SaveJob) -> str:
     if job.keep is None:
         return ""
     try:
+        job.folder.reserve()  # two jobs in one folder would delete each other's checkpoints
         prune(job.folder, job.keep)
     except Exception as error:
         why = str(error).split("\n", 1)[0] or type(error).__name__
-        return f"{job.folder} is saved, but keep= has not removed older checkpoints, which the next save does: {why}"
+        why += f"; {error.fix}" if isinstance(error, ShardwiseError) and error.fix else ""
+        return f"{job.folder} is saved, but keep= has not removed older checkpoints, which the next save tries: {why}"
     return ""
 
 
@@ -302,14 +304,11 @@ def _failed(folder: Folder, reason: str) -> CheckpointError:
     )
 
 
-def make_room(folder: Folder, room: ExitStack, keep: Keep | None = None) -> str:
+def make_room(folder: Folder, room: ExitStack) -> str:
     """Make room for a save, on rank 0, and return the save's token. ``room`` releases it when closed. Raises
-    CheckpointError if the checkpoint exists, another process saves it, or deletes checkpoints beside it, or it cannot
-    be written."""
+    CheckpointError if the checkpoint exists, another process saves it, or it cannot be written."""
     token = uuid4().hex
     try:
-        if keep is not None:  # two jobs in one folder would delete each other's checkpoints
-            folder.reserve()
         room.callback(folder.begin(token))
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
