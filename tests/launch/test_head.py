@@ -102,8 +102,7 @@ def test_the_first_word_of_a_head_may_be_long_and_that_of_a_stranger_may_not() -
 @pytest.mark.parametrize("theirs", ["9.9", None])
 def test_a_launcher_of_another_version_is_refused_by_name_and_changes_nothing(job: Job, theirs: str | None) -> None:
     own, heads = channels()
-    hello = {"hello": 1, "machines": 2, "ranks": 2 * RANKS, "slots": [0], "spares": [], "port": 1, "rank_port": 2}
-    job.head.admit(heads, hello | {"name": "host1"} | ({} if theirs is None else {"version": theirs}))
+    job.head.admit(heads, {"hello": 1} | ({} if theirs is None else {"version": theirs}))  # without what others say
     (answer,) = own.messages(1.0)
     own.close()
     assert answer["end"] == 1
