@@ -188,6 +188,15 @@ def test_what_many_hold_is_written_in_equal_shares() -> None:
         Writers([describe_parts({"w": part_of(torch.zeros(2, 1024), *halves, 0)})])
 
 
+@pytest.mark.parametrize("holders", [(1,), (1, 3)])
+def test_what_only_some_ranks_of_a_placement_hold_is_written_by_these(holders: tuple[int, ...]) -> None:
+    (whole,) = layouts_of(sw.Mesh(dp=4), w="[8, 4]").values()
+    every = [{"w": part_of(torch.zeros(8, 4), *whole, rank)} if rank in holders else {} for rank in range(4)]
+    writers = Writers(list(map(describe_parts, every)))
+    pieces = [piece for rank in range(4) for file in writers.files_of(rank) for _, piece in file.pieces]
+    assert sum(prod(piece.sizes) for piece in pieces) == 32
+
+
 def test_what_a_rank_computes_does_not_grow_with_the_number_of_ranks() -> None:
     def pieces(mesh: sw.Mesh) -> int:
         layouts = layouts_of(
