@@ -137,6 +137,19 @@ def test_a_part_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
         read(CheckpointReader(folder, root), "up", Box((32, 0), (2, 64), (0, 0)))
 
 
+def test_parts_of_one_level_are_merged_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, merged, whole = folder_of(tmp_path / "step-3"), list[int](), Manifest.with_parts
+    save(folder, [parts_of(rank, VALUES, layouts_of(MESH, up="[144@(dp,tp), 64]")) for rank in range(72)])
+
+    def counted(self: Manifest, added: dict[str, Manifest]) -> Manifest:
+        merged.append(len(added))
+        return whole(self, added)
+
+    monkeypatch.setattr(Manifest, "with_parts", counted)
+    assert torch.equal(read(CheckpointReader(folder, read_manifest(folder)), "up", Box.whole((144, 64))), VALUES["up"])
+    assert merged == [8]
+
+
 def test_a_save_in_which_a_rank_leaves_something_out_is_not_completed(tmp_path: Path) -> None:
     every = [parts_of(rank, VALUES, layouts_of(sw.Mesh(dp=9), up="[144@dp, 64]")) for rank in range(9)]
     files_of = Writers.files_of

@@ -201,16 +201,15 @@ class CheckpointReader:
         while names := [
             part for part, covers in self.manifest.parts.items() if any(has(covers, *pair) for pair in wanted)
         ]:
-            for part in names:
-                try:
-                    self.manifest = self.manifest.with_part(read_manifest(self.folder, part), part)
-                except CheckpointError:
+            try:
+                self.manifest = self.manifest.with_parts({name: read_manifest(self.folder, name) for name in names})
+            except CheckpointError:
+                raise
+            except ShardwiseError as error:
+                if is_unanswered(error.__cause__):
                     raise
-                except ShardwiseError as error:
-                    if is_unanswered(error.__cause__):
-                        raise
-                    what = f"{self.folder / part} does not fit the rest of the manifest: {error}"
-                    raise CheckpointError(what, fix="load an older checkpoint") from error
+                what = f"a part of the manifest of {self.folder} does not fit the rest: {error}"
+                raise CheckpointError(what, fix="load an older checkpoint") from error
 
     def prepare(self) -> None:
         """Prepare for ``read``, after the last ``verify``. Collective."""
