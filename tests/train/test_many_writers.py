@@ -20,7 +20,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import parse_layout
 from shardwise.train import sharing
 from shardwise.train.files import CheckpointReader, StagedFile
-from shardwise.train.manifest import Manifest, read_manifest
+from shardwise.train.manifest import Cover, Manifest, StoredTensor, read_manifest
 from shardwise.train.parts import TensorPart
 from shardwise.train.saving import SaveJob, _save, make_room
 from shardwise.train.sharing import Writers, describe_parts
@@ -135,6 +135,16 @@ def test_a_part_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     path.unlink()
     with raises(sw.errors.CheckpointError, "lacks a part", "part-16-"):
         read(CheckpointReader(folder, root), "up", Box((32, 0), (2, 64), (0, 0)))
+
+
+@pytest.mark.parametrize("names", [["part-8-x.json"], ["part-16-x.json", "part-8-x.json"]])
+def test_parts_that_name_themselves_or_each_other_are_refused(tmp_path: Path, names: list[str]) -> None:
+    covers, w = {"w": Cover((0,), (4,), 4)}, StoredTensor(torch.float32, (4,), ())
+    for part, named in zip(["part-8-x.json", *names], [*names, "part-8-x.json"], strict=True):
+        (tmp_path / part).write_text(Manifest(num_ranks=9, tensors={}, parts={named: covers}).to_text())
+    root = Manifest(num_ranks=9, tensors={"w": w}, parts={"part-8-x.json": covers})
+    with raises(sw.errors.CheckpointError, "part-8-x.json", "name again"):
+        read(CheckpointReader(folder_of(tmp_path), root), "w", Box.whole((4,)))
 
 
 def test_parts_of_one_level_are_merged_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
