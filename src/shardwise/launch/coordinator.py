@@ -91,6 +91,7 @@ class Coordinator:
     num_calls: int = 0
     unanswered: Counter[int] = field(default_factory=Counter)  # calls since a machine took one
     cut_off: set[int] = field(default_factory=set)  # machines to which a call was lost: they may follow another head
+    ended: set[int] = field(default_factory=set)  # machines that refused the last call: no launcher is there
     tell_at: float = field(default_factory=lambda: time.monotonic() + _TELL_SECONDS)  # when to print who is missing
 
     # ------------------------------------------------------------------------------------------------------- hearing
@@ -202,9 +203,13 @@ class Coordinator:
         ):
             if isinstance(connection, OSError):
                 self.unanswered[other] += 1
-                self.cut_off |= set() if isinstance(connection, ConnectionRefusedError) else {other}
+                refused = isinstance(connection, ConnectionRefusedError)
+                now_in, no_longer_in = (self.ended, self.cut_off) if refused else (self.cut_off, self.ended)
+                now_in.add(other)
+                no_longer_in.discard(other)
                 continue
             del self.unanswered[other]
+            self.ended.discard(other)
             channels.append(Channel(connection, self.secret))
             channels[-1].send(come=self.addresses.get(self.node), number=number, running=running, node=-node)
         until = time.monotonic() + _CALL_LIMIT
@@ -305,7 +310,7 @@ class Coordinator:
         counts = f"{count_ranks(total)} of the {self.course.fewest} that are needed"
         least = self.least
         if (self.awaited & self.cut_off) - self.machines.keys():
-            least = max(least, len(self.addresses) // 2 + 1)
+            least = max(least, len(self.addresses.keys() - (self.ended - self.machines.keys())) // 2 + 1)
         if len(chosen) < least:
             counts += f", on {len(chosen)} of the {least} machines without which the others may go on"
         if all_here and total >= self.course.fewest and len(chosen) >= least:
