@@ -99,11 +99,22 @@ def test_the_first_word_of_a_head_may_be_long_and_that_of_a_stranger_may_not() -
         listener.close()
 
 
+def test_a_machine_that_refuses_a_call_is_cut_off_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, now = RestartPolicy(ElasticConfig(min_ranks=1), 8), time.monotonic()
+    head = Coordinator(policy, 1, 4, {2, 3}, now, now + 60, b"")
+    head.addresses = {node: (f"host{node}", 1) for node in range(4)}
+    answers: list[OSError] = [ConnectionRefusedError(), TimeoutError(), TimeoutError()]
+    monkeypatch.setattr("shardwise.launch.coordinator.connect_all", lambda *_: answers)
+    for last, cut_off, ended in ((TimeoutError(), {2, 3}, {0}), (ConnectionRefusedError(), {2}, {0, 3})):
+        answers[2], now = last, now + 60
+        head._call_the_missing(now)
+        assert (head.cut_off, head.ended) == (cut_off, ended)
+
+
 @pytest.mark.parametrize("theirs", ["9.9", None])
 def test_a_launcher_of_another_version_is_refused_by_name_and_changes_nothing(job: Job, theirs: str | None) -> None:
     own, heads = channels()
-    hello = {"hello": 1, "machines": 2, "ranks": 2 * RANKS, "slots": [0], "spares": [], "port": 1, "rank_port": 2}
-    job.head.admit(heads, hello | {"name": "host1"} | ({} if theirs is None else {"version": theirs}))
+    job.head.admit(heads, {"hello": 1} | ({} if theirs is None else {"version": theirs}))  # without what others say
     (answer,) = own.messages(1.0)
     own.close()
     assert answer["end"] == 1

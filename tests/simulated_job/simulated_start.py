@@ -190,7 +190,7 @@ def manifest_of(place: Placement, num_tensors: int) -> Mapping[str, str]:
         for below in _ranks_below(rank, num_ranks):
             whole = of_rank(below)
             if below % _FANOUT:
-                own = own.with_part(whole)
+                own = own.with_parts({"": whole})
             else:
                 texts[f"part-{below}-0.json"] = whole.to_text()
                 parts[f"part-{below}-0.json"] = whole.covers()

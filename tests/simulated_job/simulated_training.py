@@ -253,10 +253,10 @@ class SimulatedTraining:
         process: Any = self.simulation.current.process
         return process
 
-    def _lock(self, path: Path) -> Any:
+    def _lock(self, path: Path, what: str = "") -> Any:
         holder = self.locks.get(path)
         if holder is not None:
-            raise checkpoints.CheckpointError(f"{path} is being saved by rank {holder.rank}", fix="end one")
+            raise checkpoints.CheckpointError(f"{what or path} is being saved by rank {holder.rank}", fix="end one")
         self.locks[path] = self.here_or_thread
         return SimpleNamespace(release=lambda: self.locks.pop(path, None), is_certain=True)
 

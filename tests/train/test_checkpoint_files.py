@@ -285,12 +285,12 @@ def test_a_policy_says_which_stay(tmp_path: Path) -> None:
     keep = sw.Keep(last=2, every=4, best="loss")
     for step, loss in enumerate([3.0, 0.5, 2.0, 1.0, 4.0, 5.0, 6.0], start=1):
         saved(tmp_path, step, metrics={"loss": loss}, keep=keep)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4", "step-6", "step-7"}
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"step-2", "step-4", "step-6", "step-7"}
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-8.incomplete").mkdir()
     (tmp_path / "step-8.incomplete" / "notes").write_text("")  # whoever wrote that
     saved(tmp_path, 3, keep=sw.Keep(last=1))  # a run that went back: what it saves now stays
-    assert {path.name for path in tmp_path.iterdir()} == {"notes", "step-3", "step-7", "step-8.incomplete"}
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"notes", "step-3", "step-7", "step-8.incomplete"}
     for wrong in ({}, {"last": 0}, {"every": True}, {"best": "loss", "order": "max"}):
         with pytest.raises(sw.ShardwiseError):
             sw.Keep(**wrong)

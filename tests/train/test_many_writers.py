@@ -20,7 +20,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import parse_layout
 from shardwise.train import sharing
 from shardwise.train.files import CheckpointReader, StagedFile
-from shardwise.train.manifest import Manifest, read_manifest
+from shardwise.train.manifest import Cover, Manifest, StoredTensor, read_manifest
 from shardwise.train.parts import TensorPart
 from shardwise.train.saving import SaveJob, _save, make_room
 from shardwise.train.sharing import Writers, describe_parts
@@ -137,6 +137,29 @@ def test_a_part_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
         read(CheckpointReader(folder, root), "up", Box((32, 0), (2, 64), (0, 0)))
 
 
+@pytest.mark.parametrize("names", [["part-8-x.json"], ["part-16-x.json", "part-8-x.json"]])
+def test_parts_that_name_themselves_or_each_other_are_refused(tmp_path: Path, names: list[str]) -> None:
+    covers, w = {"w": Cover((0,), (4,), 4)}, StoredTensor(torch.float32, (4,), ())
+    for part, named in zip(["part-8-x.json", *names], [*names, "part-8-x.json"], strict=True):
+        (tmp_path / part).write_text(Manifest(num_ranks=9, tensors={}, parts={named: covers}).to_text())
+    root = Manifest(num_ranks=9, tensors={"w": w}, parts={"part-8-x.json": covers})
+    with raises(sw.errors.CheckpointError, "part-8-x.json", "name again"):
+        read(CheckpointReader(folder_of(tmp_path), root), "w", Box.whole((4,)))
+
+
+def test_parts_of_one_level_are_merged_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, merged, whole = folder_of(tmp_path / "step-3"), list[int](), Manifest.with_parts
+    save(folder, [parts_of(rank, VALUES, layouts_of(MESH, up="[144@(dp,tp), 64]")) for rank in range(72)])
+
+    def counted(self: Manifest, added: dict[str, Manifest]) -> Manifest:
+        merged.append(len(added))
+        return whole(self, added)
+
+    monkeypatch.setattr(Manifest, "with_parts", counted)
+    assert torch.equal(read(CheckpointReader(folder, read_manifest(folder)), "up", Box.whole((144, 64))), VALUES["up"])
+    assert merged == [8]
+
+
 def test_a_save_in_which_a_rank_leaves_something_out_is_not_completed(tmp_path: Path) -> None:
     every = [parts_of(rank, VALUES, layouts_of(sw.Mesh(dp=9), up="[144@dp, 64]")) for rank in range(9)]
     files_of = Writers.files_of
@@ -186,6 +209,15 @@ def test_what_many_hold_is_written_in_equal_shares() -> None:
     (halves,) = layouts_of(sw.Mesh(tp=2), w="[2@tp, 1024]").values()
     with raises(sw.ShardwiseError, "1,024", "2,048"):
         Writers([describe_parts({"w": part_of(torch.zeros(2, 1024), *halves, 0)})])
+
+
+@pytest.mark.parametrize("holders", [(1,), (1, 3)])
+def test_what_only_some_ranks_of_a_placement_hold_is_written_by_these(holders: tuple[int, ...]) -> None:
+    (whole,) = layouts_of(sw.Mesh(dp=4), w="[8, 4]").values()
+    every = [{"w": part_of(torch.zeros(8, 4), *whole, rank)} if rank in holders else {} for rank in range(4)]
+    writers = Writers(list(map(describe_parts, every)))
+    pieces = [piece for rank in range(4) for file in writers.files_of(rank) for _, piece in file.pieces]
+    assert sum(prod(piece.sizes) for piece in pieces) == 32
 
 
 def test_what_a_rank_computes_does_not_grow_with_the_number_of_ranks() -> None:

@@ -91,34 +91,35 @@ class Coordinator:
     num_calls: int = 0
     unanswered: Counter[int] = field(default_factory=Counter)  # calls since a machine took one
     cut_off: set[int] = field(default_factory=set)  # machines to which a call was lost: they may follow another head
+    ended: set[int] = field(default_factory=set)  # machines that refused the last call: no launcher is there
     tell_at: float = field(default_factory=lambda: time.monotonic() + _TELL_SECONDS)  # when to print who is missing
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
     def admit(self, channel: Channel, hello: Mapping[str, Any]) -> None:
         """Admit a launcher. If its node is connected already, it was started twice or reconnected early."""
-        node, machines, ranks = (whole(hello[name]) for name in ("hello", "machines", "ranks"))
+        node = whole(hello["hello"])
+        theirs, ours = str(hello.get("version", "of an unknown version"))[:_MOST_VERSION], version()
+        if theirs != ours:  # what else it says may mean something else, or be missing
+            why = f"machine {node} runs shardwise {theirs}, machine {self.node} {ours}: install the same everywhere"
+            _turn_away(channel, why)
+            return
+        machines, ranks = whole(hello["machines"]), whole(hello["ranks"])
         where = as_place((hello["name"], hello["port"]))
         rank_port = as_port(hello["rank_port"])
         slots, spares = ([whole(slot) for slot in hello[name]] for name in ("slots", "spares"))
         if not where[0] or len({*slots, *spares}) < len(slots) + len(spares):
             raise ValueError(f"no name, or slots that are given twice: {slots}, {spares}")
-        theirs, ours, why = str(hello.get("version", "of an unknown version"))[:_MOST_VERSION], version(), ""
         if machines != self.num_machines or ranks != self.course.num_ranks:
             why = (
                 f"machine {node} was started for {ranks} ranks on {machines} machines, machine {self.node} for "
                 f"{self.course.num_ranks} on {self.num_machines}: give the same on every machine"
             )
-        if theirs != ours:  # what else it says may mean something else
-            why = f"machine {node} runs shardwise {theirs}, machine {self.node} {ours}: install the same everywhere"
-        if why:
-            channel.send(end=EXIT_ALONE, why=why)
-            channel.close()
+            _turn_away(channel, why)
             return
         before = self.machines.get(node)
         if before is not None and not before.channel.gone and time.monotonic() < before.channel.heard + _AWAY_SECONDS:
-            channel.send(end=EXIT_ALONE, why=f"there is a machine {node} already: give every one its own --node-rank")
-            channel.close()
+            _turn_away(channel, f"there is a machine {node} already: give every one its own --node-rank")
             return
         if before is not None:
             self._lose(before, "is gone")
@@ -202,9 +203,13 @@ class Coordinator:
         ):
             if isinstance(connection, OSError):
                 self.unanswered[other] += 1
-                self.cut_off |= set() if isinstance(connection, ConnectionRefusedError) else {other}
+                refused = isinstance(connection, ConnectionRefusedError)
+                now_in, no_longer_in = (self.ended, self.cut_off) if refused else (self.cut_off, self.ended)
+                now_in.add(other)
+                no_longer_in.discard(other)
                 continue
             del self.unanswered[other]
+            self.ended.discard(other)
             channels.append(Channel(connection, self.secret))
             channels[-1].send(come=self.addresses.get(self.node), number=number, running=running, node=-node)
         until = time.monotonic() + _CALL_LIMIT
@@ -305,7 +310,7 @@ class Coordinator:
         counts = f"{count_ranks(total)} of the {self.course.fewest} that are needed"
         least = self.least
         if (self.awaited & self.cut_off) - self.machines.keys():
-            least = max(least, len(self.addresses) // 2 + 1)
+            least = max(least, len(self.addresses.keys() - (self.ended - self.machines.keys())) // 2 + 1)
         if len(chosen) < least:
             counts += f", on {len(chosen)} of the {least} machines without which the others may go on"
         if all_here and total >= self.course.fewest and len(chosen) >= least:
@@ -351,6 +356,11 @@ class Coordinator:
         self.over = True
         for machine in self.machines.values():
             machine.channel.send(end=code, why=why)
+
+
+def _turn_away(channel: Channel, why: str) -> None:
+    channel.send(end=EXIT_ALONE, why=why)
+    channel.close()
 
 
 def name_machines(nodes: Iterable[int]) -> str:

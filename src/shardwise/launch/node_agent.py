@@ -443,7 +443,9 @@ class NodeAgent:
                     silent.add(first)
             now = time.monotonic()
             unreachable = (unreachable | {*asked}) - answered
-            passed = unreachable.intersection(asked) if now > began + _ANSWER_SECONDS else set[Address]()
+            # Only an heir hurries: another one has nothing to lead, and may be cut off itself.
+            hurries = is_heir and now > began + _ANSWER_SECONDS
+            passed = unreachable.intersection(asked) if hurries else set[Address]()
             if now > since + _TAKE_OVER_SECONDS:
                 passed.add(first)
             cut_off |= bool(passed & silent)

@@ -39,7 +39,7 @@ class PipelineRankGroups:
     @staticmethod
     def of(plan: Plan, place: tuple[int, ...], host: frozenset[str]) -> PipelineRankGroups:
         """Create the groups of a rank of pipeline rank ``place``. ``host``: names of the tables on the CPU, whose
-        groups use gloo. All ranks create all groups."""
+        groups use gloo. All ranks of the job call this."""
         everywhere = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
         every = new_groups([sorted(ranks) for ranks in zip(*everywhere, strict=True)])
         groups: dict[tuple[tuple[tuple[int, ...], ...], bool], Any] = {}

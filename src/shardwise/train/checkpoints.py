@@ -165,7 +165,7 @@ def save_checkpoint(
         state = state_of(par, resumables.optimizers, rank)
         state.values.update(values_of(step, resumables, extra, metrics))
         if rank == 0:
-            token = make_room(folder, room, keep)
+            token = make_room(folder, room)
     except ShardwiseError as error:
         fault = error
     job: SaveJob | None = None

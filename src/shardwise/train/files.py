@@ -153,6 +153,7 @@ class CheckpointReader:
         self.num_bytes_read = 0
         self._contents: dict[str, StoredBytes] = {}
         self._verified: dict[str, np.ndarray] = {}
+        self._parts_read: set[str] = set()
 
     def file_name(self, file: str) -> str:
         """Return the name under which a file lies in the folder."""
@@ -201,16 +202,19 @@ class CheckpointReader:
         while names := [
             part for part, covers in self.manifest.parts.items() if any(has(covers, *pair) for pair in wanted)
         ]:
-            for part in names:
-                try:
-                    self.manifest = self.manifest.with_part(read_manifest(self.folder, part), part)
-                except CheckpointError:
+            if again := self._parts_read.intersection(names):
+                what = f"{self.folder / min(again)} is a part of the manifest that other parts name again"
+                raise CheckpointError(what, fix="load an older checkpoint")
+            try:
+                self.manifest = self.manifest.with_parts({name: read_manifest(self.folder, name) for name in names})
+            except CheckpointError:
+                raise
+            except ShardwiseError as error:
+                if is_unanswered(error.__cause__):
                     raise
-                except ShardwiseError as error:
-                    if is_unanswered(error.__cause__):
-                        raise
-                    what = f"{self.folder / part} does not fit the rest of the manifest: {error}"
-                    raise CheckpointError(what, fix="load an older checkpoint") from error
+                what = f"a part of the manifest of {self.folder} does not fit the rest: {error}"
+                raise CheckpointError(what, fix="load an older checkpoint") from error
+            self._parts_read.update(names)
 
     def prepare(self) -> None:
         """Prepare for ``read``, after the last ``verify``. Collective."""

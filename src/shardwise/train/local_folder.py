@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from shardwise.untrusted_text import MAX_FILE, read_text
 AT_ONCE_BYTES = 2**23  # per write, and the least for direct I/O
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0 if the system does not have it
 _kept: dict[Path, Lock] = {}  # folders in which this process deletes checkpoints, until it ends
+_keeping = threading.Lock()  # of the former: several saves may end at once
+os.register_at_fork(after_in_child=_kept.clear)
 _begun: set[Path] = set()  # incomplete saves of this process: other ranks may still read the reason of a failure
 
 
@@ -147,10 +150,10 @@ class LocalFolder:
 
     def reserve(self) -> None:
         parent = self.path.parent.absolute()
-        parent.mkdir(parents=True, exist_ok=True)
-        if parent not in _kept:
-            _kept[parent] = held = lock(parent)
-            atexit.register(held.release)  # else the file stays, which locks nothing
+        with _keeping:
+            if parent not in _kept:  # the file is not beside the folder, where one may not write
+                _kept[parent] = held = lock(parent / "keep=", f"checkpoints in {parent} are deleted")
+                atexit.register(held.release)  # else the file stays, which locks nothing
 
     def owner(self) -> str | None:
         try:

@@ -1,5 +1,5 @@
 """Locks of folders that a process writes to. The kernel holds them until the process ends, on one machine and over
-network file systems that support locks."""
+network file systems that support locks. A forked child, such as a data worker, may outlive it and holds none."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from shardwise.errors import CheckpointError
 
 _MAX_TEXT = 1024
+_held: set[int] = set()  # descriptors of this process's locks
 
 
 @dataclass(frozen=True)
@@ -25,24 +26,27 @@ class Lock:
     is_certain: bool
 
     def release(self) -> None:
+        if self.descriptor not in _held:  # this is a child, and the lock its parent's
+            return
         with contextlib.suppress(OSError):
             if _is_same(self.file, self.descriptor):
                 self.file.unlink()
-        os.close(self.descriptor)
+        _close(self.descriptor)
 
 
-def lock(path: Path) -> Lock:
-    """Lock a path for writing, whether it exists or not. Raises OSError, and CheckpointError if a live process is
-    writing it."""
+def lock(path: Path, what: str = "") -> Lock:
+    """Lock a path for writing, whether it exists or not. ``what``: is done meanwhile, for the message. Raises OSError,
+    and CheckpointError if a live process does it."""
     file = path.absolute().with_name(f".{path.absolute().name}.lock")
     while True:
         descriptor = _opened(file)
+        _held.add(descriptor)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise CheckpointError(f"{file} is no regular file", fix="delete it")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_same(file, descriptor):  # the last writer has just removed it
-                os.close(descriptor)
+                _close(descriptor)
                 continue
             with contextlib.suppress(OSError):  # the file may be another user's
                 os.truncate(descriptor, 0)
@@ -50,15 +54,28 @@ def lock(path: Path) -> Lock:
             return Lock(file, descriptor, is_certain=True)
         except BlockingIOError:
             writer = os.pread(descriptor, _MAX_TEXT, 0).decode(errors="replace") or "another process"
-            os.close(descriptor)
-            what = f"{path} is being saved by {writer}"
+            _close(descriptor)
             fix = "end one of the two jobs, or give each its own folder"
-            raise CheckpointError(what, fix=fix) from None
+            raise CheckpointError(f"{what or f'{path} is being saved'} by {writer}", fix=fix) from None
         except OSError:  # a file system without locks
             return Lock(file, descriptor, is_certain=False)
         except BaseException:
-            os.close(descriptor)
+            _close(descriptor)
             raise
+
+
+def _close(descriptor: int) -> None:
+    _held.discard(descriptor)
+    os.close(descriptor)
+
+
+def _close_all() -> None:
+    for descriptor in list(_held):
+        with contextlib.suppress(OSError):
+            _close(descriptor)
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 def _opened(file: Path) -> int:

@@ -105,20 +105,29 @@ class Manifest:
     values: Mapping[str, Any] = field(default_factory=dict)
     parts: Mapping[str, Covers] = field(default_factory=dict)
 
-    def with_part(self, part: Manifest, name: str = "") -> Manifest:
-        """Return the manifest with what a part lists, in place of the part ``name``. Raises ShardwiseError if they
-        contradict each other."""
-        tensors = dict(self.tensors)
-        for tensor, stored in part.tensors.items():
-            here = tensors.get(tensor, replace(stored, chunks=()))
-            _require((here.dtype, here.shape) == (stored.dtype, stored.shape), f"{shorten_repr(tensor)} in {name}")
-            tensors[tensor] = replace(here, chunks=(*here.chunks, *stored.chunks))
-        _require(part.block_bytes == self.block_bytes and not part.files.keys() & self.files.keys(), f"files in {name}")
-        parts = {**{other: covers for other, covers in self.parts.items() if other != name}, **part.parts}
-        for tensor, cover in (entry for covers in part.parts.values() for entry in covers.items()):
-            known = tensor not in tensors or len(cover.offsets) == len(tensors[tensor].shape)
-            _require(known, f"where parts have {shorten_repr(tensor)}")
-        return replace(self, files={**self.files, **part.files}, tensors=tensors, parts=parts)
+    def with_parts(self, added: Mapping[str, Manifest]) -> Manifest:
+        """Return the manifest with what parts list, in place of those parts. ``added``: by their names. Raises
+        ShardwiseError if they contradict each other."""
+        files, tensors = dict(self.files), dict(self.tensors)
+        parts = {name: covers for name, covers in self.parts.items() if name not in added}
+        chunks = defaultdict[str, list[Chunk]](list)
+        for name, part in added.items():
+            for tensor, stored in part.tensors.items():
+                here = tensors.setdefault(tensor, replace(stored, chunks=()))
+                same = (here.dtype, here.shape) == (stored.dtype, stored.shape)
+                _require(same, f"{shorten_repr(tensor)} in {name}")
+                chunks[tensor] += stored.chunks
+            fits = part.block_bytes == self.block_bytes and not part.files.keys() & files.keys()
+            _require(fits, f"files in {name}")
+            files |= part.files
+            parts |= part.parts
+        for tensor, more in chunks.items():
+            tensors[tensor] = replace(tensors[tensor], chunks=(*tensors[tensor].chunks, *more))
+        for covers in parts.values():
+            for tensor, cover in covers.items():
+                known = tensor not in tensors or len(cover.offsets) == len(tensors[tensor].shape)
+                _require(known, f"where parts have {shorten_repr(tensor)}")
+        return replace(self, files=files, tensors=tensors, parts=parts)
 
     def covers(self) -> dict[str, Cover]:
         """Return a box around what it lists, and its parts, of every tensor."""

@@ -154,7 +154,7 @@ def _finish(job: SaveJob, failed: CheckpointError | None, note: Manifest, until:
         _check_owner(job)
         if failed is not None:
             raise failed
-        whole = job.manifest.with_part(_with_notes_below(job, note, until))
+        whole = job.manifest.with_parts({"": _with_notes_below(job, note, until)})
         whole.check_whole()
         if not job.folder.commit(job.token, whole.to_text()):
             raise taken(job.folder)
@@ -175,10 +175,12 @@ def _prune(job: SaveJob) -> str:
     if job.keep is None:
         return ""
     try:
+        job.folder.reserve()  # two jobs in one folder would delete each other's checkpoints
         prune(job.folder, job.keep)
     except Exception as error:
         why = str(error).split("\n", 1)[0] or type(error).__name__
-        return f"{job.folder} is saved, but keep= has not removed older checkpoints, which the next save does: {why}"
+        why += f"; {error.fix}" if isinstance(error, ShardwiseError) and error.fix else ""
+        return f"{job.folder} is saved, but keep= has not removed older checkpoints, which the next save tries: {why}"
     return ""
 
 
@@ -197,13 +199,12 @@ def _with_notes_below(job: SaveJob, note: Manifest, until: float) -> Manifest:
             if job.staging.has(_failure(job, rank)):
                 raise _told(job, job.staging.read(_failure(job, rank)) or f"rank {rank}: {_NO_ROOM}")
     names = [job.note(rank) for rank in waited_for]
-    for rank, name, text in zip(waited_for, names, job.staging.read_all(names), strict=True):
-        below = parse_manifest(text)
-        stays = rank % _FANOUT == 0
-        note = replace(note, parts={**note.parts, name: below.covers()}) if stays else note.with_part(below)
+    below = dict(zip(names, map(parse_manifest, job.staging.read_all(names)), strict=True))
+    added = [name for rank, name in zip(waited_for, names, strict=True) if rank % _FANOUT]
+    note = note.with_parts({name: below.pop(name) for name in added})
     if job.folder.renames:
-        job.staging.remove(name for rank, name in zip(waited_for, names, strict=True) if rank % _FANOUT)
-    return note
+        job.staging.remove(added)
+    return replace(note, parts={**note.parts, **{name: part.covers() for name, part in below.items()}})
 
 
 def _ranks_below(rank: int, num_ranks: int) -> list[int]:
@@ -302,14 +303,11 @@ def _failed(folder: Folder, reason: str) -> CheckpointError:
     )
 
 
-def make_room(folder: Folder, room: ExitStack, keep: Keep | None = None) -> str:
+def make_room(folder: Folder, room: ExitStack) -> str:
     """Make room for a save, on rank 0, and return the save's token. ``room`` releases it when closed. Raises
-    CheckpointError if the checkpoint exists, another process saves it, or deletes checkpoints beside it, or it cannot
-    be written."""
+    CheckpointError if the checkpoint exists, another process saves it, or it cannot be written."""
     token = uuid4().hex
     try:
-        if keep is not None:  # two jobs in one folder would delete each other's checkpoints
-            folder.reserve()
         room.callback(folder.begin(token))
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):

@@ -184,9 +184,9 @@ class Writers:
         self, name: str, held: _Held, rank: int, box: tuple[Rows, Rows], groups: dict[Any, tuple[int, ...]]
     ) -> tuple[int, ...]:
         """Return the ranks that hold a box of a tensor, of which ``rank`` is one."""
-        if len(self._held[name]) == 1:
+        if len(self._held[name]) == 1 and (held.place is None or held.place.ranks == held.ranks):
             return held.replicas(rank, groups)
-        # Several stages have it, or several modules: few tensors do.
+        # Several stages have it, several modules, or only some ranks of a stage: few tensors are so.
         every = self._held[name].values()
         return tuple(sorted({q for other in every for q in other.ranks if box in self._boxes(name, other, q)}))
 
