@@ -74,6 +74,26 @@ def test_products_are_those_of_rounded_numbers(by_rows: bool, rows: int, inner: 
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("turned", ["", "x", "dy", "weight"])
+def test_products_read_rows_as_cuda_asks(by_rows: bool, turned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of tensors whose rows are columns in memory; CPUs take any."""
+    multiply, read = torch._scaled_mm, list[torch.Size]()
+
+    def noted(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        read.append(a.shape)
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()
+        return multiply(a, b, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    shapes = {"x": (32, 16), "weight": (48, 16), "dy": (32, 48)}
+    made = {name: torch.randn(*shape).bfloat16() for name, shape in shapes.items()}
+    made = {name: tensor.t().contiguous().t() if name == turned else tensor for name, tensor in made.items()}
+    linear(made["x"].requires_grad_(), made["weight"].requires_grad_(), by_rows).backward(made["dy"])
+    assert len(read) == (2 if by_rows else 3)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
 def test_every_split_has_the_scales_of_whole_tensors(by_rows: bool) -> None:
     """Forward and backward: of tokens, outputs and the contraction, over 2, 3 and 2 x 2 devices."""
     torch.manual_seed(0)
