@@ -424,7 +424,10 @@ def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]
         (("plan", "net.py:build", "--cluster", "2", "--memory", "0"), "memory_bytes is 0"),
         (("plan", "net.py:empty", "--cluster", "h100-1x2"), "the example inputs are None"),
         (("plan", "net.py:build", "--cluster", "h10"), "did you mean h100?"),
-        (("plan", "net.py:build", "--cluster", "2", "--precision", "bf15"), "each f64, f32, bf16, f16; products=float8"),
+        (
+            ("plan", "net.py:build", "--cluster", "2", "--precision", "bf15"),
+            "each f64, f32, bf16, f16; products=float8",
+        ),
         (("check", "net.py:build", "--plan", "plan.json"), "a plan of shardwise, not of another tool"),
         (
             ("plan", "net.py:build", "--cluster", "2", "--global-batch", str(10**21)),
