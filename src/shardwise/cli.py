@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_arguments(subparser)
         if command.has_json:
             subparser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
-        subparser.set_defaults(execute=command.execute)
+        subparser.set_defaults(execute=command.execute, options=subparser.options)
     chosen = parser.parse_args(arguments)
     try:
         code: int = chosen.execute(chosen)

@@ -20,7 +20,7 @@ import torch
 import shardwise as sw
 from shardwise import cli
 from shardwise.commands import plans
-from shardwise.commands.command import as_options
+from shardwise.commands.command import Parser, as_options
 from shardwise.commands.models import add_model, model_of
 from shardwise.commands.plans import add_settings, settings_of
 from shardwise.costs.cluster_file import families
@@ -216,12 +216,50 @@ def test_advice_names_options_that_the_command_takes(folder: Path, capsys: pytes
         ('sw.plan(..., search="x"), or ask sw.fits', "shardwise plan --search x, or ask shardwise fits"),
         ('states there (optimizer="adamw on host")', "states there (--optimizer 'adamw on host')"),
         ("leave imbalance= out; loss=3 and sw.planned", "leave --imbalance out; loss=3 and sw.planned"),
+        ("sw.plan(..., mesh=sw.Mesh(dp=4), zero=3)", "shardwise plan --mesh dp=4 --zero 3"),
+        ("per_micro_batch=['aux', 'z']", "--per-micro-batch aux --per-micro-batch z"),
+        ("pass layouts=... or zero=2.", "pass --layout ... or --zero 2."),
     ],
 )
 def test_calls_of_python_are_written_as_options(text: str, says: str) -> None:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_settings(parser, cluster=False)
+    parser.set_defaults(execute=None, options=parser.options)
     assert as_options(text, parser.parse_args(["net.py:build"])) == says
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cannot read runs/mesh=dp4/zero=1/plan.json: No such file or directory",
+        "'/data/zero=3.json' is no plan",
+        "zero=3/plan.json is no plan",
+        "written to zero=3.html, mode=fast",
+        "fix: sw.plan(..., strategies={'a.b': 'n@tp'})",
+        "pass layouts={'x': '[32@dp, 512]'}",
+        "stages=[...]",
+        "sw.plan(model, 'a/b', zero=3)",
+        "stages=[[1], [2]]",
+        "sw.plan(module, (x,), cluster, zero=3)",
+        "in sw.plan(model, loss=f(x), zero=3) here",
+        "sw.fits(...).plan(zero=3)",
+        "precision=Precision(compute=torch.bfloat16)",
+        "memory_bytes=2**30",
+        "execute=1, json=True and model=tp",
+        "'mesh=dp=2'",
+    ],
+)
+def test_what_is_no_advice_on_settings_stays_as_it_is(text: str) -> None:
+    test_calls_of_python_are_written_as_options(text, text)
+
+
+def test_names_of_folders_are_said_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "zero=3").mkdir()
+    (folder / "zero=3" / "plan.json").write_text("{}")
+    assert run("diff", "zero=3/plan.json", "zero=3/plan.json") == 2
+    assert "zero=3/plan.json" in capsys.readouterr().err
+    assert run("trace", "net.py:build", "--cluster", "h100-1x2", "-o", "zero=3/t.json") == 0
+    assert "written to zero=3/t.json: open it" in capsys.readouterr().out
 
 
 def test_an_error_of_the_users_own_function_is_shown_from_his_line_on(
@@ -424,7 +462,10 @@ def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]
         (("plan", "net.py:build", "--cluster", "2", "--memory", "0"), "memory_bytes is 0"),
         (("plan", "net.py:empty", "--cluster", "h100-1x2"), "the example inputs are None"),
         (("plan", "net.py:build", "--cluster", "h10"), "did you mean h100?"),
-        (("plan", "net.py:build", "--cluster", "2", "--precision", "bf15"), "each f64, f32, bf16, f16, f8"),
+        (
+            ("plan", "net.py:build", "--cluster", "2", "--precision", "bf15"),
+            "each f64, f32, bf16, f16; products=float8",
+        ),
         (("check", "net.py:build", "--plan", "plan.json"), "a plan of shardwise, not of another tool"),
         (
             ("plan", "net.py:build", "--cluster", "2", "--global-batch", str(10**21)),

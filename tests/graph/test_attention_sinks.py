@@ -104,6 +104,53 @@ def test_what_is_no_sink_keeps_its_scores() -> None:
     assert not any(op.target is ATTENTION_WITH_SINKS for op in graph.ops)
 
 
+class Near(nn.Module):
+    """Almost attention with sinks: ``change`` says where it is not, by the name of a way."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(HEADS * WIDTH, HEADS * WIDTH) for _ in range(3))
+        self.sinks, self.bias = nn.Parameter(torch.randn(HEADS)), nn.Parameter(torch.randn(2, HEADS, LENGTH, LENGTH))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        change = self.change
+        q, k, v = (p(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        if change == "wider batch":
+            q, k, v = q[:1], k[:1], v[:1]
+        if change == "wider keys":
+            k = k[:, :, :1]
+        scores, distance = q @ k.transpose(2, 3), torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]
+        added = {"boolean": distance <= 0, "integer": distance}.get(change, self.bias)
+        scores = torch.add(scores, added, alpha=3) if change == "alpha" else scores + added
+        sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        logits = torch.cat([scores, sinks], -1)
+        if change in ("rows", "heads"):
+            logits = logits - logits.amax({"rows": -2, "heads": 1}[change], keepdim=True)
+        if change == "rows, max":
+            logits = logits - logits.max(-2, keepdim=True).values
+        if change == "alpha of the largest":
+            logits = torch.sub(logits, logits.amax(-1, keepdim=True), alpha=2)
+        weights = logits.softmax(-1, dtype=torch.float32 if change == "narrow" else None)[..., :-1]
+        return (weights.to(x.dtype) @ v).square().mean()
+
+
+MASKS = ["wider batch", "wider keys", "boolean", "integer", "alpha"]
+SHIFTS = ["rows", "heads", "rows, max", "alpha of the largest"]
+
+
+@pytest.mark.parametrize("change", [*MASKS, *SHIFTS, "narrow"])
+def test_what_is_nearly_a_sink_keeps_its_scores(change: str) -> None:
+    graph = check_against_eager(Near(change), X).graph
+    assert not any(op.target is ATTENTION_WITH_SINKS for op in graph.ops)
+
+
+def test_without_a_change_it_is_a_sink() -> None:
+    graph = check_against_eager(Near(""), X).graph
+    assert any(op.target is ATTENTION_WITH_SINKS for op in graph.ops)
+
+
 @pytest.mark.parametrize("strategy", ["b@a", "g@a", "r@a", "t@a", "s@a", "d@a", "e@a", "t@(a,c)"])
 @pytest.mark.parametrize("mask", ["causal", "window", "learned"])
 @pytest.mark.sampled(4)

@@ -275,6 +275,28 @@ def test_the_least_size_that_can_run_tells_whether_any_fits(kind: type[nn.Module
         assert check(request) == "fits"
 
 
+class Compared(nn.Module):
+    """Compares all samples with each other: its loss is no sum over micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        x = x / x.norm(dim=0, keepdim=True)
+        return (x @ x.t()).logsumexp(-1).mean()
+
+
+def test_a_size_that_cannot_run_does_not_take_the_upper_bound() -> None:
+    with torch.device("meta"):
+        request = PlanRequest.of(Compared(), torch.zeros(1024, 64), "h100-1x8", memory_bytes=3e5, global_batch=1024)
+    verdict = verdict_of(request)
+    assert verdict is not None
+    assert verdict.fits is None
+    assert verdict.least_bytes < verdict.most_bytes < inf
+
+
 def test_a_refusal_names_the_least_of_policies_of_as_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         ids = torch.zeros(8, 256, dtype=torch.int64)

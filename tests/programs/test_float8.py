@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from launch.gloo_ranks import RunRanks
 from raising import raises
 from rules.harness import make_case
 from rules.samples.calls import call
+from runtime.interpreted import interpret_section
 from shardwise.costs.cluster_file import format_cluster, parse
 from shardwise.graph.float8 import FLOAT8_LINEAR, LARGEST, linear, scales
 from shardwise.layouts.strategy import Strategy, check_strategy
 from shardwise.programs import differentiate
 from shardwise.proof.rule_check import check_rule
 from shardwise.rules import rule_of
+from shardwise.runtime import compiled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BOTH = ("float8", "float8 rows")
@@ -71,6 +76,72 @@ def test_products_are_those_of_rounded_numbers(by_rows: bool, rows: int, inner: 
     for name, found in (("y", y.detach()), ("dx", x.grad), ("dw", weight.grad)):
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found.double(), expected[name], rtol=2**-7, atol=1e-2, msg=name)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("turned", ["", "x", "dy", "weight"])
+def test_products_read_rows_as_cuda_asks(by_rows: bool, turned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of tensors whose rows are columns in memory; CPUs take any."""
+    multiply, read = torch._scaled_mm, list[torch.Size]()
+
+    def noted(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        read.append(a.shape)
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()
+        return multiply(a, b, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    shapes = {"x": (32, 16), "weight": (48, 16), "dy": (32, 48)}
+    made = {name: torch.randn(*shape).bfloat16() for name, shape in shapes.items()}
+    made = {name: tensor.t().contiguous().t() if name == turned else tensor for name, tensor in made.items()}
+    linear(made["x"].requires_grad_(), made["weight"].requires_grad_(), by_rows).backward(made["dy"])
+    assert len(read) == (2 if by_rows else 3)
+
+
+class Turned(nn.Module):
+    """Mixes over features, then over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features, self.tokens = nn.Linear(32, 32, bias=False), nn.Linear(32, 48, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tokens(self.features(x).tanh().t()).float().square().mean()
+
+
+class Read(TorchDispatchMode):
+    """Notes whether operands of products in float8 are in rows, also where kernels were traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_rows: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_mm.default:
+            self.in_rows.append(args[0].is_contiguous() and args[1].t().is_contiguous())
+        return func(*args, **(kwargs or {}))
+
+
+def compiled_gradients() -> list[list[Tensor | None]]:
+    x, found = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)), []
+    for compile in (False, True):
+        module = Turned()
+        plan = sw.plan(module, x, 1, mode="data_parallel", precision=precision("float8 rows"))
+        with mock.patch.object(compiled, "compile_with_inductor", interpret_section), Read() as read:
+            par = sw.parallelize(module, plan, compile=compile)
+            par.step(x)
+        found.append([parameter.grad for parameter in par.parameters()])
+        assert read.in_rows
+        assert all(read.in_rows)
+    return found
+
+
+@pytest.mark.long
+def test_compiled_products_read_rows(run_ranks: RunRanks) -> None:
+    ((plain, made),) = run_ranks(compiled_gradients, 1)
+    assert None not in plain
+    torch.testing.assert_close(made, plain, rtol=1e-2, atol=1e-4)  # roundings to bfloat16 in another order
 
 
 @pytest.mark.parametrize("by_rows", [False, True])

@@ -72,6 +72,23 @@ def test_terms_of_all_layers_that_are_summed_do_not_join_layers(monkeypatch):
     assert solve(problem).value == pytest.approx(value, rel=1e-12)
 
 
+def test_an_order_within_the_limits_is_taken_before_one_of_less_work(monkeypatch):
+    sizes, tables = [3, 3, 2, 2, 2, 3], Interner()
+    pairs = [(0, 4), (0, 5), (1, 2), (1, 3), (2, 5), (3, 5)]
+    shapes = {shape: tables.add(np.ones(shape)) for shape in dict.fromkeys((sizes[a], sizes[b]) for a, b in pairs)}
+    problem = Problem(sizes, [((a, b), shapes[sizes[a], sizes[b]]) for a, b in pairs], tables)
+    fast, small = Elimination(problem), Elimination(problem, shares=False)
+    assert fast.work < small.work
+    assert (fast.largest, small.largest) == (18, 12)
+    assert (fast.num_bytes, small.num_bytes) == (248, 232)
+    monkeypatch.setattr(elimination, "MAX_NARROW_COMBINATIONS", 0)
+    assert elimination_of(problem).largest == 18
+    assert elimination_of(problem, max_joint=12).largest == 12
+    problem.known.clear()
+    monkeypatch.setattr(elimination, "MAX_ELIMINATION_BYTES", 240)
+    assert elimination_of(problem).num_bytes == 232
+
+
 def test_all_values_are_those_of_the_assignments_one_by_one():
     for seed in range(20):
         problem = random_problem(seed)

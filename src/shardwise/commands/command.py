@@ -46,6 +46,11 @@ class Parser(argparse.ArgumentParser):
         what = f"{message.partition(' (choose from')[0]}" if near else message
         self.exit(EXIT_USAGE, f"{self.prog}: {what}\n  fix:    {fix}\n")
 
+    @property
+    def options(self) -> frozenset[str]:
+        """Return the names of its options, as Python has them, that say what a command does."""
+        return frozenset(a.dest for a in self._actions if a.option_strings) - {"help", "json"}
+
     def _knows(self, option: str) -> bool:
         return any(word.startswith(option) for word in self._words())
 
@@ -73,35 +78,53 @@ class Command:
 
 # Settings of ``sw.plan`` under the names of their options; others have the same name.
 _OPTION_OF = {"strategies": "strategy", "layouts": "layout", "memory_bytes": "memory"}
-_FUNCTIONS = re.compile(r"\bsw\.(plan|fits|verify|check)(?:\((?:\.\.\.)?(?:, )?(.*?)\)(?=$|[\s,.;:]))?(?![\w(])")
 _VALUE = r"""sw\.\w+\([^()]*\)|\[[^\[\]]*\]|"[^"]*"|'[^']*'|[\w.+]*[\w+]|\.\.\.|"""
+_FUNCTION = r"\bsw\.(?P<function>plan|fits|verify|check)"
+_CALL = r"\b[\w.]*\w\((?P<inside>(?:[^()\n]|\((?:[^()\n]|\([^()\n]*\))*\))*)\)"
 
 
 def as_options(text: str, chosen: argparse.Namespace) -> str:
     """Rewrite the calls and settings of Python in advice as commands and their options: ``zero=3`` as ``--zero 3``.
 
+    Left as they are: paths, calls with arguments that are no settings, and values that no option takes.
+
     Args:
         text: An error, a warning or a suggestion of a function that Python code calls, too.
-        chosen: The parsed options of the command; settings that it has no option for are left as they are.
+        chosen: The parsed options of the command, with ``Parser.options``; settings that it has no option for are left
+            as they are.
     """
+    names = "|".join(sorted({*chosen.options, *(n for n, to in _OPTION_OF.items() if to in chosen.options)}))
+    setting = rf"(?<![\w.\"'/-])(?P<name>{names})=(?P<value>{_VALUE})(?![\w(\[{{*])"
+    plain = re.sub(r"\?P<\w+>", "", setting)
 
-    def option(match: re.Match[str]) -> str:
-        name, value = "--" + _OPTION_OF.get(match[1], match[1]).replace("_", "-"), match[2]
-        if value == "None":
-            return f"no {name}"
-        if value.startswith("["):
-            return " ".join(f"{name} {shlex.quote(item)}" for item in re.findall(r"[\"']([^\"']*)[\"']", value))
-        inner = (
-            re.sub(r"^sw\.\w+\(|\)$|torch\.|[\"']|(?<=,) ", "", value)
-            if value.startswith("sw.")
-            else value.strip("\"'")
-        )
-        return f"{name} {shlex.quote(inner)}" if inner else name
+    def rewritten(match: re.Match[str]) -> str:
+        if (inside := match["inside"]) is None:
+            other = f"shardwise {match['function']}" if match["function"] else match[0]
+            return _option(match) if match["name"] else other
+        function = re.match(_FUNCTION + r"\(", match[0])
+        is_last = not re.match(r"\.?\w", match.string[match.end() : match.end() + 2])
+        if function is None or not is_last or not re.fullmatch(rf"(?:\.\.\.)?(?:(?:^|, ){plain})*", inside):
+            return match[0]
+        options = re.sub(setting, _option, inside.removeprefix("...").removeprefix(", "))
+        return f"shardwise {function['function']} {options}".rstrip()
 
-    names = "|".join(sorted({*vars(chosen), *(n for n, to in _OPTION_OF.items() if to in vars(chosen))}))
-    text = _FUNCTIONS.sub(lambda match: f"shardwise {match[1]} {match[2] or ''}".rstrip(), text)
-    text = re.sub(rf"(?<![\w.\"'-])({names})=({_VALUE})", option, text)
+    paths = r"(?m:^.*\bwritten to .*$)|(?<!\S)\S*/\S*"
+    text = re.sub(rf"{_CALL}|{paths}|{setting}|{_FUNCTION}(?![\w(])", rewritten, text)
     return re.sub(r"(--[a-z-]+ [^\s,()]+), (?=--)", r"\1 ", text)
+
+
+def _option(match: re.Match[str]) -> str:
+    """Return a setting as an option."""
+    name, value = "--" + _OPTION_OF.get(match["name"], match["name"]).replace("_", "-"), match["value"]
+    if value == "None":
+        return f"no {name}"
+    if value.startswith("["):
+        items = re.findall(r"[\"']([^\"']*)[\"']", value)
+        return " ".join(f"{name} {shlex.quote(item)}" for item in items) or match[0]
+    inner = (
+        re.sub(r"^sw\.\w+\(|\)$|torch\.|[\"']|(?<=,) ", "", value) if value.startswith("sw.") else value.strip("\"'")
+    )
+    return f"{name} {shlex.quote(inner)}" if inner else name
 
 
 def add_output(parser: argparse.ArgumentParser, what: str, *, required: bool = True) -> None:

@@ -201,8 +201,10 @@ class _Matcher:
 
     def _of_scores(self, scores: str, value: str, sinks: str) -> _Sunk | None:
         """Return attention by scores, which may be scaled and masked."""
-        mask = None
+        mask, shape = None, self._shape(scores)
         if (added := self._maker(scores, aten.add.Tensor)) is not None and len(added.operands) == 2:
+            if added.kwargs:
+                return None
             scores, mask = added.operands
             if self._product(scores)[0] is None:
                 scores, mask = mask, scores
@@ -216,11 +218,12 @@ class _Matcher:
         tensors = (query, turn.operands[0], value)
         shapes = [self._shape(name) for name in tensors]
         alike = {(len(shape), *shape[:2]) for shape in shapes}
-        dtypes = {self.graph.by_name[name].dtype for name in tensors}
+        dtypes = {self._dtype(name) for name in tensors}
         fits = (
             len(alike) == len(dtypes) == 1
             and len(shapes[0]) == 4
-            and (mask is None or len(self._shape(mask)) in (2, 3, 4))
+            and shape == (*shapes[0][:3], shapes[1][2])  # which a mask may widen
+            and (mask is None or (len(self._shape(mask)) in (2, 3, 4) and self._dtype(mask).is_floating_point))
         )
         return _Sunk(*tensors, sinks, mask, scale) if fits else None
 
@@ -243,17 +246,21 @@ class _Matcher:
         return weights
 
     def _unshifted(self, softmax: Op | None) -> str | None:
-        """Return the operand of a softmax without a largest value that is taken off."""
+        """Return the operand of a softmax without the largest score of each row, if that is taken off."""
         if softmax is None:
             return None
-        name = softmax.operands[0]
+        name, dtype = softmax.operands[0], self._dtype(softmax.results[0])
+        if torch.promote_types(self._dtype(name), dtype) != dtype:  # rounded to fewer bits than kernels keep
+            return None
         less = self._maker(name, aten.sub.Tensor)
-        if less is None or len(less.operands) != 2:
+        if less is None or len(less.operands) != 2 or less.kwargs:
             return name
         largest = self.graph.producer.get(less.operands[1])
         if largest is None or largest.target not in (aten.max.dim, aten.amax.default):
             return name
-        return less.operands[0] if largest.operands[0] == less.operands[0] else name
+        shape = self._shape(name)
+        of_keys = largest.operands[0] == less.operands[0] and self._shape(less.operands[1]) == (*shape[:-1], 1)
+        return less.operands[0] if of_keys else name
 
     def _one_per_head(self, sink: str) -> str | None:
         """Return a value with one score for each head that is broadcast to ``sink`` [batch, heads, rows, 1]."""
@@ -268,6 +275,9 @@ class _Matcher:
     def _maker(self, name: str | None, *targets: Any) -> Op | None:
         op = None if name is None else self.graph.producer.get(name)
         return op if op is not None and op.target in targets else None
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.graph.by_name[name].dtype
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.graph.by_name[name].shape

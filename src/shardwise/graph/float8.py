@@ -67,6 +67,7 @@ def _product(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: t
         return (a.to(dtype) @ b.to(dtype).T) * scale_a * scale_b.t()
     if not (a.numel() and b.numel()):
         return torch.zeros((rows, columns), dtype=dtype, device=a.device)
+    a, b = a.contiguous(), b.contiguous()  # tensor cores read rows; CUDA refuses others
     inner, more = -a.shape[1] % MULTIPLE, -columns % MULTIPLE
     a = torch.nn.functional.pad(a, (0, inner)) if inner else a
     b = torch.nn.functional.pad(b, (0, inner, 0, more)) if inner or more else b

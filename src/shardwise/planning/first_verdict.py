@@ -151,6 +151,17 @@ def first_verdict(
     is_plain = not (config.annotations or config.settings.layouts)  # which name operators
     short = ShortModel.of(whole, shortened=is_plain)
     sizes = _sizes(batches, cluster.num_devices) or (step,)
+
+    def with_size(size: int, model: ShortModel, *, only_fitting: bool) -> FirstVerdict:
+        of_size = _config_for(config, size, count := step // size)
+        planner = memory_planner(of_size, model.graph, inf, PlanningCache(call.vjp_cache))
+        parallel, limit = config.parallel, config.limit / MEMORY_MARGIN
+        fixed = parallel.recompute != "auto"
+        quick = quick_plan(planner, model, limit, parallel.reshard_mode, fixed=fixed, only_fitting=only_fitting)
+        plan = None if quick is None else FirstPlan(of_size, call, whole, size, count, quick)
+        return replace(verdict, plan=plan) if plan is not None and plan.num_bytes < verdict.most_bytes else verdict
+
+    last: tuple[int, ShortModel] | None = None
     for size in sizes:
         count = step // size
         try:
@@ -159,16 +170,12 @@ def first_verdict(
                 model = ShortModel.of(_passes(call, whole, size, count).graphs[size], shortened=is_plain)
         except PlanError:  # the loss is no sum over micro-batches
             continue
-        of_size = _config_for(config, size, count)
-        planner = memory_planner(of_size, model.graph, inf, PlanningCache(call.vjp_cache))
-        parallel, limit = config.parallel, config.limit / MEMORY_MARGIN
-        fixed, is_last = parallel.recompute != "auto", size == sizes[-1]
-        quick = quick_plan(planner, model, limit, parallel.reshard_mode, fixed=fixed, only_fitting=not is_last)
-        plan = None if quick is None else FirstPlan(of_size, call, whole, size, count, quick)
-        if plan is not None and plan.num_bytes < verdict.most_bytes:
-            verdict = replace(verdict, plan=plan)
+        last = size, model
+        verdict = with_size(*last, only_fitting=size != sizes[-1])
         if verdict.fits:
             break
+    if verdict.plan is None and last is not None and last[0] != sizes[-1]:  # smaller ones cannot run
+        verdict = with_size(*last, only_fitting=False)
     return verdict
 
 

@@ -322,14 +322,18 @@ def elimination_of(
 ) -> Elimination:
     """Return the elimination of a problem; those without ``last`` are cached. Raises TooWide when a joint table would
     have more than ``max_joint`` combinations, or all tables more than ``MAX_ELIMINATION_BYTES``."""
-    key = tuple(problem.sizes), tuple(problem.factors), narrow
+    key = tuple(problem.sizes), tuple(problem.factors), None if narrow else max_joint
     elimination = problem.known.get(key) if last is None else None
     if elimination is None:
         elimination = Elimination(problem, last, narrow=narrow)
         # Where equal layers hang on a chain that sums terms of all of them (the router loss of experts), eliminating
         # equal variables first may join several layers: 4.1e9 combinations of 16 layers of Mixtral, 8e7 in this order.
         if not narrow and elimination.work > MAX_NARROW_COMBINATIONS:
-            elimination = min(elimination, Elimination(problem, last, shares=False), key=lambda found: found.work)
+            elimination = min(
+                elimination,
+                Elimination(problem, last, shares=False),
+                key=lambda found: (found.largest > max_joint or found.num_bytes > MAX_ELIMINATION_BYTES, found.work),
+            )
         if last is None:
             problem.known[key] = elimination
     largest, scope, num_bytes = elimination.largest, elimination.widest, elimination.num_bytes

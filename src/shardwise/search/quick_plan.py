@@ -146,11 +146,13 @@ def quick_plan(
     fixed: bool,
     only_fitting: bool = False,
 ) -> QuickPlan | None:
-    """Return the first of a few plans that fits, else the one of the fewest bytes; None if none can be repeated.
+    """Return the first of a few plans that fits, else the one of the fewest bytes whose program was built; None if
+    there is none.
 
     They are the fastest plan under the memory policy that repeats least, and the fastest and the smallest under the one
-    that keeps least without the host. Programs of plans whose additive bytes are clearly over the limit are not built,
-    except of the smallest where no other was.
+    that keeps least without the host. A program is built of each whose additive bytes are not clearly over the limit.
+    Where all are over it or none can be repeated, one is built (unless ``only_fitting``): of the fewest additive bytes
+    of those that can be repeated; another plan may have the lower peak.
 
     Args:
         planner: The planner of the short model on one mesh, whose limit does not count.
