@@ -203,6 +203,12 @@ def stop_with(has_result: bool) -> None:
         deadline.why, deadline = "by Ctrl-C", deadline.outer
 
 
+def has_stopped() -> bool:
+    """Return whether work in this context ended early."""
+    deadline = _deadline.get()
+    return deadline is not None and bool(deadline.why)
+
+
 @contextmanager
 def finishing() -> Iterator[None]:
     """Suspend the deadline: what was found is written up."""

@@ -174,7 +174,7 @@ class _Replacing:
         if kind in _ORIGINALS or self.inside or kind in _TRACED_THROUGH:
             return
         # Of a registered operator, or within one of this package: those are captured themselves.
-        if kind.__module__ == "torch._library.autograd" or kind.__module__.startswith("shardwise.rules."):
+        if kind.__module__.startswith(("torch._library.autograd", "shardwise.rules.", "shardwise.graph.")):
             return
         name = _name(kind)
         self.kinds.setdefault(name, []).append(kind)

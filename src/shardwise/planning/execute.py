@@ -49,6 +49,7 @@ from shardwise.progress import (
     STOPPED,
     OutOfTime,
     finishing,
+    has_stopped,
     is_shown,
     report_progress,
     report_verdict,
@@ -121,6 +122,11 @@ def execute(
     if deadline.why:
         warn_user(f"planning ended {deadline.why}: this is the best plan so far{_gap_of(found)}", PlanWarning)
     return found
+
+
+def _seconds_of(found: PlanningResult) -> float:
+    known = figures(found.plan)
+    return inf if known is None else known[0]
 
 
 def _gap_of(found: PlanningResult) -> str:
@@ -207,20 +213,30 @@ class Planning:
 
     def searched(self, *, quickly: bool) -> PlanningResult:
         """Return the plan of the request. ``quickly``: a first verdict is shown, and its plan is taken if the search
-        ends before it has another."""
+        ends early, before it has a faster one."""
         self.refuse_division()
         first = self.first_verdict() if quickly else None
+        known = None if first is None or not first.fits else first.plan
+        found: PlanningResult | None = None
+        stopped: BaseException | None = None
         try:
-            return self.auto_stages() if self.request.parallel.stages == "auto" else self.one_setting()
-        except STOPPED:
-            if first is None or first.plan is None or not first.fits:
-                raise
-            stop_with(True)
-            with finishing():
-                stage = first.plan.searched(first.least_seconds)
-                if stage.excess(first.limit):  # its programs need more than was extrapolated: there is no plan yet
-                    raise
-                return self._result(first.plan.config, first.plan.passes, stage)
+            found = self.auto_stages() if self.request.parallel.stages == "auto" else self.one_setting()
+        except STOPPED as error:
+            stop_with(known is not None)
+            stopped = error
+        if found is not None and (known is None or not has_stopped() or _seconds_of(found) <= known.seconds):
+            return found
+        assert first is not None, "what was stopped without a plan has raised"
+        assert known is not None, "what was stopped without a plan has raised"
+        with finishing():
+            stage = known.searched(first.least_seconds)
+            if not stage.excess(first.limit):  # else its programs need more than was extrapolated
+                result = self._result(known.config, known.passes, stage)
+                return result if found is None else min(found, result, key=_seconds_of)
+        if found is None:
+            assert stopped is not None, "a search that was not stopped has a plan or raises"
+            raise stopped
+        return found
 
     def refuse_division(self) -> None:
         """Raise NothingFits if no division of what stays from step to step fits, before anything is searched."""

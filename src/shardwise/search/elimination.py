@@ -34,7 +34,7 @@ from shardwise.search.constants import (
 Table = NDArray[np.float64]
 Scope = tuple[int, ...]
 # Of a problem: the sizes of its variables, and its factors; whether only narrow joint tables are eliminated.
-Shape = tuple[tuple[int, ...], tuple[tuple[Scope, int], ...], bool]
+Shape = tuple[tuple[int, ...], tuple[tuple[Scope, int], ...], int | None]
 
 
 class TooWide(Exception):
