@@ -16,8 +16,9 @@ from torch import nn
 import shardwise as sw
 from raising import raises
 from shardwise import progress
-from shardwise.planning.execute import execute
+from shardwise.planning.execute import Planning, execute
 from shardwise.planning.suggestions import plan_variants, suggest_fixes
+from shardwise.plans.price_scope import figures
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
 
@@ -147,3 +148,29 @@ def test_the_api_logs_them(monkeypatch: pytest.MonkeyPatch, heard: list[str]) ->
     assert heard[0] == "planning: capturing the model"
     assert any("planning 1 stage, micro-batch 16" in line for line in heard)
     assert any("best so far: step " in line and " above the bound" in line for line in heard)
+
+
+def test_a_search_that_ends_with_a_slower_plan_than_the_first_verdict_has_returns_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = request_of(global_batch=16)
+    slow = execute(request.varied(micro_batch=2))
+
+    def ends_late(_: Planning) -> PlanningResult:
+        try:
+            while True:
+                progress.report_progress("search")
+        except progress.STOPPED:
+            progress.stop_with(True)
+        return slow
+
+    monkeypatch.setattr(Planning, "one_setting", ends_late)
+    found, said = planned(request, 100, Ticks())
+    assert "planning ended after 100 s" in said
+    assert 2 * seconds_of(found) < seconds_of(slow)
+
+
+def seconds_of(found: PlanningResult) -> float:
+    known = figures(found.plan)
+    assert known is not None
+    return known[0]
