@@ -46,7 +46,9 @@ class Recorder(Planner):
 
     @staticmethod
     def simulated(search: MeshSearch) -> SimulatedCandidate:
-        step: Any = SimpleNamespace(seconds=search.outcome.seconds, host_wait=0.0, exposed=0.0, copy_wait=0.0)
+        step: Any = SimpleNamespace(
+            seconds=search.outcome.seconds, host_wait=0.0, exposed=0.0, copy_wait=0.0, cast_seconds=0.0
+        )
         peak: Any = SimpleNamespace(num_bytes=PEAKS[search.mesh], where="")
         nothing: Any = None
         return SimulatedCandidate(Candidate(search, [0], search.outcome.components), nothing, nothing, peak, step)

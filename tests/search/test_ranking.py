@@ -180,7 +180,7 @@ def test_candidates_keep_to_the_limit_of_memory(chain: SearchedChain) -> None:
 
 def verdict(search: MeshSearch, assignment: list[int], seconds: float, peak_bytes: int) -> SimulatedCandidate:
     peak = Peak(peak_bytes, "forward", "/x", {"parameters": peak_bytes})
-    step: Any = SimpleNamespace(seconds=seconds, host_wait=0.0, exposed=0.0, copy_wait=0.0)
+    step: Any = SimpleNamespace(seconds=seconds, host_wait=0.0, exposed=0.0, copy_wait=0.0, cast_seconds=0.0)
     nothing: Any = None
     return SimulatedCandidate(
         Candidate(search, assignment, search.cost.components(assignment)), nothing, nothing, peak, step
