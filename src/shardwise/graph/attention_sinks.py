@@ -22,22 +22,19 @@ from shardwise.graph.attention_masks import grouped, mask_intervals
 from shardwise.graph.custom_operators import global_indices
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.flash import (
-    Attended,
     Columns,
-    Differentiated,
     RowTiles,
     Tiles,
     Visibility,
+    attend_by_tiles,
     blocks_of,
     causal_rows,
-    in_heads,
     row_ranges,
     runs_of,
 )
 from shardwise.graph.intervals import Intervals
 from shardwise.graph.ir import Arg, Graph, Op
 from shardwise.graph.positions import evaluate_known_values
-from shardwise.graph.precision import wide
 from shardwise.graph.schema import arguments
 
 aten = torch.ops.aten
@@ -58,18 +55,10 @@ def _attention_with_sinks(
 ) -> Tensor:
     """Return attended values [batch, heads, rows, width]. ``sinks``: [heads]; ``band``: the least and the largest
     distance key - query that is seen, or nothing; ``atoms``: which rows of how many these are."""
-    q, k, v, lead = in_heads(*(x.unsqueeze(-3) for x in (query, key, value)))
     mask = None if attn_mask is None else attn_mask.reshape(1, *(1,) * (4 - attn_mask.dim()), *attn_mask.shape)
     rows, bounds = _rows(query, key.shape[-2], band, atoms)
     tiles, seen = Tiles(blocks_of([rows], [0]), scale), Visibility(mask, *bounds)
-    of_sinks = sinks.reshape(1, 1, -1, 1)
-    with torch.no_grad():
-        nothing = wide(v.new_zeros(())).expand(*q.shape[:-1], v.shape[-1])
-        before = Attended(nothing, wide(of_sinks).expand(q.shape[:-1]))
-        out, log_sum = tiles.attended(q, k, v, seen, before)
-        out = out.to(query.dtype)
-    attended: Tensor = Differentiated.apply(out, log_sum, tiles, of_sinks, q, k, v, *seen)  # type: ignore[no-untyped-call]
-    return attended.reshape(*lead, *attended.shape[-2:])
+    return attend_by_tiles(tiles, query, key, value, seen, sinks)
 
 
 def _rows(

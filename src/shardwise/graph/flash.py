@@ -247,6 +247,23 @@ def in_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, t
 # --------------------------------------------------------------------------------------------------------- one tile
 
 
+def attend_by_tiles(
+    tiles: Tiles, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, sinks: Tensor | None = None
+) -> Tensor:
+    """Return attended values [..., rows, width]. ``sinks``: [heads], one more score of every row."""
+    q, k, v, lead = in_heads(*(x.unsqueeze(-3) for x in (query, key, value)))
+    of_sinks = None if sinks is None else sinks.reshape(1, 1, -1, 1)
+    with torch.no_grad():
+        before = None
+        if of_sinks is not None:
+            nothing = wide(v.new_zeros(())).expand(*q.shape[:-1], v.shape[-1])
+            before = Attended(nothing, wide(of_sinks).expand(q.shape[:-1]))
+        out, log_sum = tiles.attended(q, k, v, seen, before)
+        out = out.to(query.dtype)
+    attended: Tensor = Differentiated.apply(out, log_sum, tiles, of_sinks, q, k, v, *seen)  # type: ignore[no-untyped-call]
+    return attended.reshape(*lead, *attended.shape[-2:])
+
+
 def _cut(x: Tensor, some: slice, place: RowTiles | Columns, dim: int = 3) -> Tensor:
     x = x if some.stop - some.start == x.shape[0] else x[some]
     begin, end = place[:2]

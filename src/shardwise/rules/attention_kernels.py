@@ -18,6 +18,7 @@ from shardwise.graph.flash import (
     RowTiles,
     Tiles,
     Visibility,
+    attend_by_tiles,
     blocks_of,
     causal_rows,
     in_heads,
@@ -58,13 +59,8 @@ def _attention_rows(
     if [first for first, _ in runs] == [0]:
         key, value = (x.narrow(-2, 0, min(query.shape[-2], key.shape[-2])) for x in (key, value))
         return attend(query, key, value, None, True, enable_gqa, scale)
-    q, k, v, lead = in_heads(*(x.unsqueeze(-3) for x in (query, key, value)))
     tiles = Tiles(blocks_of([tuple(causal_rows(runs, key.shape[-2]))], [0]), scale_of(scale, query))
-    with torch.no_grad():
-        out, log_sum = tiles.attended(q, k, v, Visibility(), None)
-        out = out.to(query.dtype)
-    attended: Tensor = Differentiated.apply(out, log_sum, tiles, None, q, k, v, None, None, None)  # type: ignore[no-untyped-call]
-    return attended.reshape(*lead, *attended.shape[-2:])
+    return attend_by_tiles(tiles, query, key, value, Visibility())
 
 
 # ---------------------------------------------------------------------------------------------------- steps of a ring
