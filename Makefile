@@ -28,7 +28,7 @@
 #   make zoo        22 models: data parallel, tensor parallel and random plans of each, verified (ZOO_ARGS='--plans 3 swin')
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
 #   make sweep-search  the exact search against all assignments of small graphs, HiGHS and hill climbing (SWEEP_ARGS='--graphs 2000')
-#   make sweep-pipelines  500 random cuts of random modules, and the zoo in 2, 3 and 4 stages, proven beside one device (SWEEP_ARGS='--cuts 50 --models t5')
+#   make sweep-pipelines  500 random cuts of random modules, and the zoo in 2, 3 and 4 stages, proven beside one device (SWEEP_ARGS='-k t5')
 #   make sweep-scale  10,000 simulated days of jobs with faults, and what launchers and ranks send by size (SWEEP_ARGS='--days 1000', LAWS='8 64')
 #   make sweep-trainer  ShardwiseTrainer on 2 ranks against Trainer in one process, on the architectures of zoo-breadth (SWEEP_ARGS='--minutes 30 opt bert')
 #   make bench-redistribution  what redistribution sends beside DTensor's, on every pair that DTensor can express
@@ -215,7 +215,7 @@ sweep-search: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m search.sweep $(SWEEP_ARGS)
 
 sweep-pipelines: install
-	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.random_cuts $(SWEEP_ARGS)
+	$(BIN)/python -m pytest -m long tests/plans/test_random_cuts.py $(SWEEP_ARGS)
 
 sweep-memory: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m costs.memory_matrix $(SWEEP_ARGS)

@@ -1,18 +1,10 @@
-"""Random modules cut at random operators into pipelines, and models of the zoo: all are proven by ``sw.verify``.
-
-``make sweep-pipelines`` runs 500 random cuts and the zoo at 2, 3 and 4 stages, or ``python -m plans.random_cuts --cuts
-100 --models gpt2 t5`` in tests/. What fails makes the exit code 1.
-"""
+"""Random modules cut at random operators into pipelines, and models of the zoo: all are proven by ``sw.verify``."""
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -210,36 +202,3 @@ def prove_model(name: str, stages: int) -> str:
         report = sw.verify(module, (), plan, kwargs=inputs, steps=1)
     FEATURES[f"{name} at {stages}"] += report.ok
     return "" if report.ok else str(report)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cuts", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--models", nargs="*", default=sorted(MODELS))
-    options = parser.parse_args(arguments)
-    failures = 0
-    trials: list[tuple[str, Any]] = [
-        (f"random cut {seed}", lambda seed=seed: prove_cut(seed))
-        for seed in range(options.seed, options.seed + options.cuts)
-    ]
-    trials += [
-        (f"{name} in {stages} stages", lambda name=name, stages=stages: prove_model(name, stages))
-        for name in options.models
-        for stages in (2, 3, 4)
-    ]
-    for name, prove in trials:
-        start = time.perf_counter()
-        try:
-            said = prove()
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        failures += bool(said)
-        verdict = said.splitlines()[:4] if said else ["proven"]
-        print(f"{name}: {' | '.join(verdict)} ({time.perf_counter() - start:.1f} s)", flush=True)
-    print(f"{len(trials) - failures} of {len(trials)} proven; {dict(FEATURES)}")
-    return bool(failures)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -418,13 +418,3 @@ def test_a_long_name_of_an_operator_is_not_quoted_whole() -> None:
 
 def test_mutated_clusters_are_read_or_refused() -> None:
     assert {fuzzing.try_cluster(number) for number in range(100)} == {"refused", "read"}
-
-
-def test_a_mutation_that_crashes_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def crash(number: int) -> str:
-        if number == 3:
-            raise KeyError("gone")
-        return "read"
-
-    assert fuzzing.sweep("plan", crash, range(5)) == 1
-    assert "plan 3: KeyError: 'gone'" in capsys.readouterr().out

@@ -10,9 +10,7 @@ and equal rows of one table share their columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,21 +23,15 @@ from shardwise.search.elimination import Problem, Scope, Solution, Table
 Ints = NDArray[np.int64]
 
 # Status codes of scipy.optimize.milp.
-FINISHED, STOPPED, INFEASIBLE = 0, 1, 2
+FINISHED, INFEASIBLE = 0, 2
 # The largest price is scaled to this, so that the absolute tolerances of HiGHS (1e-6 and 1e-7) are small beside it.
 PRICE_SCALE = 1e6
 
 
-def solve_ilp(sums: Problem, *, time_limit: float = 60.0) -> Solution:
-    """Return an assignment of least value, to the tolerances of HiGHS; after ``time_limit`` seconds the best found,
-    with the proven bound."""
-    assignment, bound = IntegerProgram(sums).solve(time_limit)
-    if bound is None:
-        best = greedy(sums) if assignment is None else assignment  # infeasible: all assignments are infinite
-        return Solution(best, sums.value(best))
-    best = min([candidate for candidate in (assignment, greedy(sums)) if candidate is not None], key=sums.value)
-    value = sums.value(best)
-    return Solution(best, value, bound=min(bound, value))
+def solve_ilp(sums: Problem) -> Solution:
+    """Return an assignment of least value, to the tolerances of HiGHS."""
+    best = IntegerProgram(sums).solve()
+    return Solution(best, sums.value(best))
 
 
 @dataclass
@@ -59,18 +51,15 @@ class IntegerProgram:
     unary: list[Table] = field(default_factory=list)
     joints: list[_JointTable] = field(default_factory=list)
     values: list[Ints] = field(default_factory=list)
-    constant: float = 0.0
 
     def __post_init__(self) -> None:
         self.unary = [np.zeros(size) for size in self.problem.sizes]
         merged: dict[Scope, Table] = {}
         for scope, number in self.problem.factors:
             table = self.problem.interner.tables[number]
-            if not scope:
-                self.constant += float(table)
-            elif len(scope) == 1:
+            if len(scope) == 1:
                 self.unary[scope[0]] = self.unary[scope[0]] + table
-            else:
+            elif scope:
                 merged[scope] = merged[scope] + table if scope in merged else table
         collapsed: dict[int, tuple[Table, tuple[Ints, ...]]] = {}
         for scope, table in merged.items():
@@ -94,11 +83,10 @@ class IntegerProgram:
             distinct.append(np.sort(order[first]).astype(np.int64))
         return distinct
 
-    def solve(self, time_limit: float) -> tuple[list[int] | None, float | None]:
-        """Return the assignment that HiGHS found, if any, and the bound that it proved. The bound is None if HiGHS
-        finished: the assignment is then optimal, and without one there is none."""
+    def solve(self) -> list[int]:
+        """Return the assignment that HiGHS proves to be the best; any, where all are infinite."""
         if not all(map(len, self.values)):
-            return None, None
+            return [0] * len(self.values)
         prices, starts, matrix, right = self._matrix()
         scale = PRICE_SCALE / max(float(np.abs(prices).max(initial=0.0)), np.finfo(np.float64).tiny * PRICE_SCALE)
         result: Any = milp(
@@ -106,19 +94,15 @@ class IntegerProgram:
             integrality=(np.arange(len(prices)) < starts[-1]).astype(np.int64),
             bounds=Bounds(0, 1),
             constraints=LinearConstraint(matrix, right, right),
-            options={"time_limit": time_limit, "mip_rel_gap": 0.0},
+            options={"mip_rel_gap": 0.0},
         )
-        assert result.status in (FINISHED, STOPPED, INFEASIBLE), f"HiGHS: {result.message}"
-        assignment = None
-        if result.x is not None:
-            assignment = [
-                int(values[result.x[start:stop].argmax()])
-                for values, start, stop in zip(self.values, starts[:-1], starts[1:], strict=True)
-            ]
-        if result.status != STOPPED:
-            return assignment, None
-        proven = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound)
-        return assignment, self.constant + proven / scale
+        assert result.status in (FINISHED, INFEASIBLE), f"HiGHS: {result.message}"
+        if result.x is None:
+            return [0] * len(self.values)
+        return [
+            int(values[result.x[start:stop].argmax()])
+            for values, start, stop in zip(self.values, starts[:-1], starts[1:], strict=True)
+        ]
 
     def _matrix(self) -> tuple[Table, list[int], csr_array, Table]:
         starts = np.cumsum([0, *(len(values) for values in self.values)]).tolist()
@@ -156,27 +140,3 @@ def _collapsed(table: Table) -> tuple[Table, tuple[Ints, ...]]:
         table = np.take(table, first, axis=axis)
         classes.append(back.reshape(-1).astype(np.int64))
     return table, tuple(classes)
-
-
-def greedy(sums: Problem) -> list[int]:
-    """Return a greedy assignment: each variable takes its best value beside those before, then beside all."""
-    at: list[list[tuple[Scope, Table]]] = [[] for _ in sums.sizes]
-    for scope, number in sums.factors:
-        for variable in scope:
-            at[variable].append((scope, sums.interner.tables[number]))
-    assignment = [-1] * len(sums.sizes)
-    for _, variable in product(range(3), range(len(assignment))):
-        total = np.zeros(sums.sizes[variable])
-        for scope, table in at[variable]:
-            total = total + _seen_by(variable, scope, table, assignment)
-        assignment[variable] = int(total.argmin())
-    return assignment
-
-
-def _seen_by(variable: int, scope: Scope, table: Table, assignment: Sequence[int]) -> Table:
-    """Return [values] the table at the values of the other variables; the least over those without one."""
-    index = tuple(slice(None) if v == variable or assignment[v] < 0 else assignment[v] for v in scope)
-    left = [v for v in scope if v == variable or assignment[v] < 0]
-    open_axes = tuple(i for i, v in enumerate(left) if v != variable)
-    seen: Table = np.asarray(table[index]).min(axis=open_axes)
-    return seen
