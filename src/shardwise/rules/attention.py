@@ -9,6 +9,7 @@ import torch
 
 from shardwise.graph.attention_sinks import ATTENTION_WITH_SINKS
 from shardwise.graph.attention_within import ATTENTION_WITHIN, blocks_at
+from shardwise.graph.custom_operators import global_indices
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
 from shardwise.rules.arguments import broadcast_shape, flat_pieces, operand_positions, replace_arguments, same_call
@@ -16,7 +17,6 @@ from shardwise.rules.attention_bands import EVERYTHING, Band, band_between, band
 from shardwise.rules.attention_kernels import ATTENTION_ROWS, RING_GRADIENTS, RING_STEP
 from shardwise.rules.binding import RuleTable, build, leading_names
 from shardwise.rules.empty import zeros_if_empty
-from shardwise.rules.local_kernels import global_index
 from shardwise.rules.lowerings import attention as lowerings
 from shardwise.rules.ring import Ring, RingWithin, zigzag
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, Lowering, OpRule
@@ -130,7 +130,7 @@ def _localize(op: Op, context: LocalContext) -> LocalOpCall:
         sizes, offsets, lengths = pieces
         return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths)
     if op.target is ATTENTION_WITHIN:
-        index = global_index("cpu", *pieces)
+        index = global_indices(*pieces, torch.device("cpu")).flatten()
         rows, firsts, ends = blocks_at(index, args["rows"], args["firsts"], args["ends"])
         return replace_arguments(op, rows=rows, firsts=firsts, ends=ends)
     return _rows(same_call(op), *pieces) if args["is_causal"] else same_call(op)
@@ -196,7 +196,7 @@ def _ring_step(op: Op, graph: Graph) -> OpRule:
 
 def _of_blocks(op: Op, context: LocalContext) -> LocalOpCall:
     """Which keys a block of queries sees depends on which block it is."""
-    index = global_index("cpu", *flat_pieces(context.pieces["n"]))
+    index = global_indices(*flat_pieces(context.pieces["n"]), torch.device("cpu")).flatten()
     return replace_arguments(op, blocks=tuple(index.tolist()))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.graph.attention_within import attend
+from shardwise.graph.custom_operators import global_indices
 from shardwise.graph.flash import (
     Attended,
     Columns,
@@ -26,7 +27,7 @@ from shardwise.graph.flash import (
     runs_of,
 )
 from shardwise.graph.schema import AnyCall, arguments
-from shardwise.rules.local_kernels import _ATOMS, _define, global_index
+from shardwise.rules.local_kernels import _ATOMS, _define
 
 
 def scale_of(scale: float | None, query: Tensor) -> float:
@@ -53,7 +54,7 @@ def _attention_rows(
         return attend(query, key, value, attn_mask, is_causal, enable_gqa, scale)
     runs = runs_of(*atoms)
     if runs is None:
-        rows = global_index(query.device, *atoms)
+        rows = global_indices(*atoms, query.device).flatten()
         seen = torch.arange(key.shape[-2], device=query.device) <= rows.unsqueeze(-1)
         return attend(query, key, value, seen, False, enable_gqa, scale)
     if [first for first, _ in runs] == [0]:
