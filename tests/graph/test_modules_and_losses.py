@@ -11,47 +11,37 @@ from shardwise.errors import CaptureError
 from shardwise.graph.capture import capture, capture_function
 
 
-def test_a_loss_with_more_targets_than_examples_is_explained():
-    with raises(CaptureError, 2, 1, op="<lambda>"):
-        capture(nn.Linear(2, 2), (torch.ones(2, 2),), loss=lambda out, a, b: out.sum())
-
-
-@pytest.mark.parametrize(("loss", "what"), [(torch.sum, "sum has no signature"), (3, "3 is not a function")])
-def test_a_loss_whose_targets_cannot_be_counted_is_explained(loss, what):
-    with raises(CaptureError, what, fix="loss=lambda output, target: ..."):
-        capture(nn.Linear(4, 2), (torch.ones(2, 4),), loss=loss)
-
-
-def test_what_is_no_module_is_explained():
-    with raises(CaptureError, "torch.nn.Module"):
-        capture(lambda x: x, (torch.ones(2, 4),))
-
-
-def test_modules_of_other_tools_are_refused_by_name():
-    with raises(CaptureError, "ScriptModule"):
-        capture(torch.jit.ScriptModule(), (torch.ones(2, 2),))
-
-
-def test_a_loss_that_is_not_a_scalar_is_explained():
-    with raises(CaptureError, "[2, 2]", "loss.mean()"):
-        capture(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(2, 2)), loss=lambda out, target: out - target)
-
-
-def test_a_function_that_needs_constants_is_refused():
-    with raises(CaptureError, "torch.full"):
-        capture_function(lambda x: x + torch.tensor([1.0, 2.0]), (torch.ones(2),))
-
-
-def test_a_lazy_module_is_explained():
-    with raises(CaptureError, "lazy module", fix="real inputs"):
-        capture(nn.LazyLinear(3), (torch.ones(2, 2),))
-
-
-def test_a_module_that_can_not_be_copied_is_explained():
+def uncopied():
     module = nn.Linear(2, 2)
     module.generator = (i for i in range(3))
-    with raises(CaptureError, "Linear", "copy.deepcopy(module)"):
-        capture(module, (torch.ones(2, 2),))
+    return module
+
+
+ONES, TWO = torch.ones(2, 2), (torch.ones(2, 2), torch.ones(2, 2))
+REFUSED = {
+    "a loss with more targets than examples": (
+        lambda: capture(nn.Linear(2, 2), (ONES,), loss=lambda out, a, b: out.sum()), (2, 1), {"op": "<lambda>"},
+    ),
+    "a loss without a signature": (lambda: capture(nn.Linear(2, 2), (ONES,), loss=torch.sum),
+        ("sum has no signature",), {"fix": "loss=lambda output, target: ..."}),
+    "a loss that is no function": (lambda: capture(nn.Linear(2, 2), (ONES,), loss=3),
+        ("3 is not a function",), {"fix": "loss=lambda output, target: ..."}),
+    "a loss that is not a scalar": (lambda: capture(nn.Linear(2, 2), TWO, loss=lambda out, target: out - target),
+        ("[2, 2]", "loss.mean()"), {}),
+    "what is no module": (lambda: capture(lambda x: x, (ONES,)), ("torch.nn.Module",), {}),
+    "a module of another tool": (lambda: capture(torch.jit.ScriptModule(), (ONES,)), ("ScriptModule",), {}),
+    "a function that needs constants": (lambda: capture_function(lambda x: x + torch.tensor([1.0, 2.0]), (ONES,)),
+        ("torch.full",), {}),
+    "a lazy module": (lambda: capture(nn.LazyLinear(3), (ONES,)), ("lazy module",), {"fix": "real inputs"}),
+    "what cannot be copied": (lambda: capture(uncopied(), (ONES,)), ("Linear", "copy.deepcopy(module)"), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured_is_explained(name):
+    act, words, fields = REFUSED[name]
+    with raises(CaptureError, *words, **fields):
+        act()
 
 
 class Overlapping(nn.Module):
