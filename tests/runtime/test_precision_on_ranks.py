@@ -1,9 +1,10 @@
-"""A precision executed on real ranks: equal to one device that casts its parameters once per step; messages have the
-dtypes that were asked for; everything else is as it was."""
+"""A precision executed on real ranks, with stages and without: equal to one device that casts its parameters once per
+step and takes the same micro-batches; messages have the dtypes that were asked for; everything else is as it was."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -13,32 +14,77 @@ import torch.distributed as dist
 
 import shardwise as sw
 from launch.gloo_ranks import RunRanks
-from runtime.mixed_models import (
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    MODELS,
-    Trained,
-    apart,
-    made,
-    optimizer_of,
-    plan_of,
-    trained_alone,
-)  # fmt: skip
+from runtime.mixed_models import BF16, FP16, FP32, FP64, MODELS, Trained, apart, made, optimizer_of, plan_of
+from runtime.mixed_models import trained_alone as trained_on_one_device
 from shardwise.runtime import messages
 from shardwise.runtime.local_shards import shard
 
+PASSES = 4
 TIGHT = sw.Precision(compute=FP32, parameter=FP64, reduce=FP64)
 MIXED = sw.Precision(compute=BF16, parameter=FP32, reduce=FP32)
+HALF = sw.Precision(compute=FP16, parameter=FP32, reduce=FP32)
+NAMES = {FP32: "f32", BF16: "bf16", FP16: "f16"}
 
 
-def train(name: str, precision: sw.Precision, way: str, compiled: bool = False) -> dict[str, Any]:
-    """On a rank: three steps, with the dtype and the elements of every message of parameters."""
-    plan = plan_of(name, dist.get_world_size(), precision, way) if dist.get_rank() == 0 else None
-    par = sw.parallelize(made(name), plan, compile=compiled)
+@dataclass(frozen=True)
+class Run:
+    """``way``: as of ``plan_of``, or the schedule of stages. In float16 the loss of stages is scaled."""
+
+    name: str
+    way: str
+    ranks: int
+    stages: int = 0
+    precision: sw.Precision = TIGHT
+
+    @property
+    def passes(self) -> int:
+        return PASSES if self.stages else 1
+
+    @property
+    def scale(self) -> float:
+        return 2.0**8 if self.precision == HALF else 1.0  # an equal one, on ranks
+
+    def plan(self) -> sw.Plan:
+        if not self.stages:
+            return plan_of(self.name, self.ranks, self.precision, self.way)
+        options: dict[str, Any] = {"mode": "data_parallel", "mesh": sw.Mesh(dp=self.ranks // 2), "optimizer": "sgd"}
+        asked = {"stages": self.stages, "schedule": self.way, "micro_batch": 8 // PASSES, "precision": self.precision}
+        zero = 1 if self.ranks > 2 else None
+        return sw.plan(made(self.name), MODELS[self.name][1](0), self.ranks, zero=zero, **asked, **options)
+
+    def alone(self, **disturbed: Any) -> Trained:
+        return trained_on_one_device(self.name, self.precision, passes=self.passes, scale=self.scale, **disturbed)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank has after its steps. ``kinds``: the dtypes of gradients, states and floating parameters; ``sent``:
+    the kind and the dtype of the messages of a step; ``places``: the layout and the coordinates of every tensor."""
+
+    trained: Trained
+    kinds: set[torch.dtype]
+    sent: list[tuple[str, torch.dtype]]
+    places: dict[str, Any]
+
+    def part(self, alone: Trained) -> Trained:
+        """Return what one device has of this rank."""
+
+        def part(tensors: dict[str, torch.Tensor], names: Any) -> dict[str, torch.Tensor]:
+            return {n: shard(tensors[n], *self.places[n]) for n in names}
+
+        own = self.trained
+        return Trained(alone.losses, part(alone.gradients, own.gradients), part(alone.state, own.state))
+
+
+def train(run: Run, compiled: bool = False) -> Found:
+    """Train three steps on a rank."""
+    plan = run.plan() if dist.get_rank() == 0 else None
+    par = sw.parallelize(made(run.name), plan, compile=compiled)
+    if run.stages:
+        crossing = {entry.dtype for stage in par.plan.stages for entry in stage.sends}
+        assert NAMES[run.precision.compute or FP32] in crossing
     optimizer = optimizer_of(list(par.parameters()))
-    dtypes = {key: p.dtype for key, p in par.named_parameters()}
+    scaler = torch.amp.GradScaler("cpu", init_scale=run.scale, enabled=run.scale != 1.0)
     losses, sent = [], list[tuple[str, torch.dtype]]()
 
     def seen(kind: str, call: Callable[..., Any], position: int) -> Callable[..., Any]:
@@ -57,86 +103,95 @@ def train(name: str, precision: sw.Precision, way: str, compiled: bool = False) 
         for step in range(3):
             sent.clear()
             optimizer.zero_grad()
-            losses.append(par.step(*MODELS[name][1](step)))
-            optimizer.step()
-    kinds = {p.grad.dtype for p in par.parameters() if p.grad is not None}
-    states = {x.dtype for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)}
-    return {
-        "losses": losses,
-        "gradients": {key: p.grad for key, p in par.named_parameters() if p.grad is not None},
-        "state": {key: x.detach() for key, x in par.state_dict().items()},
-        "dtypes": dtypes,
-        "kinds": kinds | states,
-        "sent": sent,
-        "plan": par.plan.to_json(),
-    }
+            losses.append(par.step(*MODELS[run.name][1](step), scaler=scaler))
+            scaler.step(optimizer)  # which unscales
+            scaler.update()
+    gradients = {key: p.grad for key, p in par.named_parameters() if p.grad is not None}
+    kinds = {p.dtype for p in (*gradients.values(), *par.parameters()) if p.is_floating_point()}
+    kinds |= {x.dtype for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)}
+    rank = dist.get_rank()
+    own = [stage for stage in par.plan.stages if rank in stage.placement.ranks]
+    places = {n: (s.layouts[n], s.placement.coordinates(rank)) for s in reversed(own) for n in s.layouts}
+    state = {key: x.detach() for key, x in par.state_dict().items() if key in places}
+    trained = Trained(losses, {key: x for key, x in gradients.items() if key in places}, state)
+    return Found(trained, kinds, sent, places)
 
 
-def whole(results: list[dict[str, Any]], rank: int, alone: Trained) -> tuple[Trained, Trained]:
-    """A rank's outcome, and what it should be of that of one device."""
-    plan, found = sw.Plan.from_json(results[0]["plan"]), results[rank]
-    coordinates = plan.mesh.coordinates(rank)
-
-    def part(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            key: shard(tensor, plan.layouts[key], coordinates) if key in plan.layouts else tensor
-            for key, tensor in tensors.items()
-            if key in plan.layouts
-        }
-
-    own = Trained(found["losses"], part_of(found["gradients"], plan), part_of(found["state"], plan))
-    return own, Trained(alone.losses, part(alone.gradients), part(alone.state))
+RUNS = [
+    Run("gpt", "dp", 2),
+    Run("llama", "zero", 4),
+    Run("convolutions", "tp", 2),
+    Run("llama", "searched", 2),
+    pytest.param(Run("gpt", "zero", 2), marks=pytest.mark.long),
+    pytest.param(Run("gpt", "tp", 4), marks=pytest.mark.long),
+    pytest.param(Run("llama", "tp", 2), marks=pytest.mark.long),
+    pytest.param(Run("convolutions", "zero", 2), marks=pytest.mark.long),
+]
+STAGED = [("gpt", "1F1B", 4, 2), ("llama", "1F1B", 2, 2), ("gpt", "ZBVZeroBubble", 2, 4)]
 
 
-def part_of(tensors: dict[str, torch.Tensor], plan: sw.Plan) -> dict[str, torch.Tensor]:
-    return {key: tensor for key, tensor in tensors.items() if key in plan.layouts}
-
-
-@pytest.mark.parametrize(
-    ("name", "way", "ranks"),
-    [
-        ("gpt", "dp", 2),
-        ("llama", "zero", 4),
-        ("convolutions", "tp", 2),
-        ("llama", "searched", 2),
-        pytest.param("gpt", "zero", 2, marks=pytest.mark.long),
-        pytest.param("gpt", "tp", 4, marks=pytest.mark.long),
-        pytest.param("llama", "tp", 2, marks=pytest.mark.long),
-        pytest.param("convolutions", "zero", 2, marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.sampled(2)
-def test_ranks_train_as_one_device_that_casts_once_a_step(name: str, way: str, ranks: int, run_ranks: RunRanks) -> None:
-    results = run_ranks(train, ranks, name, TIGHT, way)
-    alone = trained_alone(name, TIGHT)
-    for rank, found in enumerate(results):
-        own, expected = whole(results, rank, alone)
-        assert all(error < 1e-6 for error in apart(expected, own).values()), (rank, apart(expected, own))
-        assert {dtype for dtype in found["dtypes"].values() if dtype.is_floating_point} == {FP64}
-        assert found["kinds"] == {FP64}
-        trained = [key for key in own.gradients if (own.gradients[key] != 0).any()]
+def check_tight(run: Run, run_ranks: RunRanks) -> None:
+    """Stored in float64, computed in float32: differences are of the order of its rounding."""
+    alone, names = run.alone(), set[str]()
+    for rank, found in enumerate(run_ranks(train, run.ranks, run)):
+        own = found.trained
+        assert own.gradients
+        worst = apart(found.part(alone), own)
+        assert max(worst.values()) < 1e-6, (rank, worst)
+        assert found.kinds == {FP64}
+        trained = [key for key, gradient in own.gradients.items() if (gradient != 0).any()]
         assert any(bool((own.state[key] != own.state[key].float()).any()) for key in trained)
+        names |= own.state.keys()
+    assert len(names & {*dict(made(run.name).named_parameters())}) == len([*made(run.name).parameters()])
 
 
-@pytest.mark.parametrize(("name", "way", "ranks"), [("gpt", "zero", 2), ("llama", "dp", 2), ("gpt", "tp", 4)])
+@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.sampled(2)
+def test_ranks_train_as_one_device_that_casts_once_a_step(run: Run, run_ranks: RunRanks) -> None:
+    check_tight(run, run_ranks)
+
+
+@pytest.mark.parametrize("run", [Run(*staged) for staged in STAGED], ids=str)
 @pytest.mark.sampled(1)
-def test_in_bfloat16_ranks_differ_by_its_rounding(name: str, way: str, ranks: int, run_ranks: RunRanks) -> None:
+def test_stages_train_as_one_device_that_casts_once_a_step(run: Run, run_ranks: RunRanks) -> None:
+    check_tight(run, run_ranks)
+
+
+def check_rounding(run: Run, run_ranks: RunRanks) -> None:
     """How far rounding moves one device is seen by changing what it computes with by a unit in the last place; a sum
-    over devices is rounded once more for each of them."""
-    results = run_ranks(train, ranks, name, MIXED, way)
-    alone, unit = trained_alone(name, MIXED), torch.finfo(BF16).eps
-    disturbed = [trained_alone(name, MIXED, off=unit, seed=seed) for seed in range(5)]
-    for rank, found in enumerate(results):
-        own, expected = whole(results, rank, alone)
-        moved = [apart(expected, whole(results, rank, one)[1]) for one in disturbed]
-        for key, error in apart(expected, own).items():
-            assert error <= max(unit, (4 + ranks) * max(one[key] for one in moved)), (rank, key, error)
-        assert found["kinds"] == {FP32}
-        assert all(loss.dtype == expected.losses[0].dtype for loss in found["losses"])
+    over devices or micro-batches is rounded once more for each of them."""
+    assert run.precision.compute is not None
+    alone, unit = run.alone(), torch.finfo(run.precision.compute).eps
+    disturbed = [run.alone(off=unit, seed=seed) for seed in range(5)]
+    times = 4 + run.ranks + (PASSES if run.stages else 0)
+    for rank, found in enumerate(run_ranks(train, run.ranks, run)):
+        expected = found.part(alone)
+        moved = [apart(expected, found.part(one)) for one in disturbed]
+        for key, error in apart(expected, found.trained).items():
+            bound = max(unit, times * max(one[key] for one in moved))
+            assert error <= bound, (rank, key, error)
+            assert bound < 1 or not run.stages, (rank, key, bound)  # a micro-batch that is lost or doubled is off by 1
+        assert found.kinds == {FP32}
+        assert all(loss.dtype == expected.losses[0].dtype for loss in found.trained.losses)
 
 
-def sent_in(runs: list[tuple[str, sw.Precision, str]]) -> list[Any]:
-    return [train(*run)["sent"] for run in runs]
+@pytest.mark.parametrize("run", [("gpt", "zero", 2), ("llama", "dp", 2), ("gpt", "tp", 4)], ids=str)
+@pytest.mark.sampled(1)
+def test_in_bfloat16_ranks_differ_by_its_rounding(run: tuple[str, str, int], run_ranks: RunRanks) -> None:
+    check_rounding(Run(*run, precision=MIXED), run_ranks)
+
+
+@pytest.mark.parametrize("precision", [MIXED, HALF], ids=str)
+@pytest.mark.parametrize("run", STAGED, ids=str)
+@pytest.mark.sampled(2)
+def test_in_half_the_bits_stages_differ_by_their_rounding(
+    run: tuple[str, str, int, int], precision: sw.Precision, run_ranks: RunRanks
+) -> None:
+    check_rounding(Run(*run, precision), run_ranks)
+
+
+def sent_in(runs: list[Run]) -> list[Any]:
+    return [train(run).sent for run in runs]
 
 
 def test_parameters_are_gathered_as_computed_and_gradients_reduced_as_asked(run_ranks: RunRanks) -> None:
@@ -146,7 +201,7 @@ def test_parameters_are_gathered_as_computed_and_gradients_reduced_as_asked(run_
         sw.Precision(parameter=FP64): (FP32, FP32),
         sw.Precision(parameter=FP64, reduce=BF16): (FP32, BF16),
     }
-    runs = [*(("llama", precision, "zero") for precision in wanted), ("gpt", MIXED, "dp")]
+    runs = [*(Run("llama", "zero", 2, precision=one) for one in wanted), Run("gpt", "dp", 2, precision=MIXED)]
     for *parted, replicated in run_ranks(sent_in, 2, runs):
         for sent, (gathered, reduced) in zip(parted, wanted.values(), strict=True):
             kinds = {kind: {dtype for one, dtype in sent if one == kind} for kind, _ in sent}
@@ -203,8 +258,7 @@ def test_a_module_in_another_dtype_is_converted_and_keeps_its_values(run_ranks: 
 def scaled() -> list[tuple[float, bool, bool]]:
     """Steps in float16 with a GradScaler. In the second, one rank's shard gets an infinity that the others do not
     see."""
-    half = sw.Precision(compute=FP16, parameter=FP32, reduce=FP32)
-    par = sw.parallelize(made("llama"), plan_of("llama", 2, half, "zero"))
+    par = sw.parallelize(made("llama"), plan_of("llama", 2, HALF, "zero"))
     optimizer, scaler = optimizer_of(list(par.parameters())), torch.amp.GradScaler("cpu", init_scale=1024.0)
     seen = []
     for step in range(3):
