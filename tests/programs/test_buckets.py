@@ -62,17 +62,8 @@ def test_buckets_are_filled_from_the_end_and_hold_no_more_than_they_may():
 
 
 def test_the_first_message_to_leave_is_a_small_one():
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(4))  # 1 MiB each
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            return x.square().mean()
-
-    plan = sw.plan(Wide(), torch.randn(8, 512), 4, search="sharding_propagation")
+    wide = Chain(4, 512, act=torch.tanh)  # 1 MiB each
+    plan = sw.plan(wide, torch.randn(8, 512), 4, search="sharding_propagation")
     assert gradient_messages(plan) == [FIRST_BUCKET_BYTES, 3 * 2**20]
 
 
@@ -103,16 +94,7 @@ def test_what_forward_gathers_ends_its_message_with_a_block_once_it_is_worth_one
 
 def test_a_first_message_is_no_smaller_than_it_need_be():
     """A bias alone is not worth one: the first message takes what reaches a mebibyte, as DistributedDataParallel's."""
-
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(512, 512), nn.Linear(512, 512)
-
-        def forward(self, x):
-            return self.head(torch.tanh(self.body(x))).square().mean()
-
-    plan = sw.plan(Head(), torch.randn(8, 512), 4, search="sharding_propagation")
+    plan = sw.plan(Chain(2, 512, bias=True, act=torch.tanh), torch.randn(8, 512), 4, search="sharding_propagation")
     assert gradient_messages(plan) == [FIRST_BUCKET_BYTES + 2048] * 2
 
 
@@ -178,13 +160,7 @@ def test_a_wrong_bucket_size_is_refused(wrong):
 def test_a_conversion_by_itself_is_no_bucket():
     filled = fill_buckets([], frozenset(), {}.__getitem__, lambda _: True, ends=())
     assert filled == ()
-    plan = sw.plan(
-        nn.Sequential(nn.Linear(4, 4, bias=False)),
-        torch.randn(8, 4),
-        2,
-        loss=lambda y: y.sum(),
-        search="sharding_propagation",
-    )
+    plan = sw.plan(Chain(1, 4), torch.randn(8, 4), 2, search="sharding_propagation")
     assert not any(entry.bucket for entry in plan.conversions)
 
 
