@@ -118,20 +118,6 @@ def test_other_numbers_of_keys_than_of_queries_have_no_ring() -> None:
         )
 
 
-@pytest.mark.parametrize("run", [1, 2, 4, 8])
-def test_the_lowering_is_attention_however_many_blocks(run: int) -> None:
-    generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(2, 2, 8, 4, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    ring = RING(q, k, v, is_causal=True, runs=(2, 2, run, 4))
-    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(ring, whole)
-    seed = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
-    for one, other in zip(
-        torch.autograd.grad(ring, (q, k, v), seed), torch.autograd.grad(whole, (q, k, v), seed), strict=True
-    ):
-        torch.testing.assert_close(one, other)
-
-
 class Positions(nn.Module):
     """Attention of which the mask says ``seen(query - key)``, by a strategy; ``padded``: and lengths of the samples."""
 
@@ -251,27 +237,29 @@ def test_a_window_and_padding_together_have_the_band_of_the_window() -> None:
     assert band_of(graph.ops[-1].operands[-1], graph) == Band(-15, 1)
 
 
-def test_a_block_that_is_dropped_and_not_empty_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "band_of", lambda mask, graph: Band(-1, 0))
-    model = Positions(16, "ring@cp", window(6))
-    plan, given = planned(model, 16, 4)
-    assert messages(plan) == 2
-    assert not sw.verify(model, given, plan).ok
+# name: what is broken and how, length (of its own: lowerings are remembered), strategy, mask, devices
+BROKEN: dict[str, tuple[Any, ...]] = {
+    "a block that is not empty is dropped": (
+        (attention, "band_of", lambda real: lambda mask, graph: Band(-1, 0)),
+        (16, "ring@cp", window(6), 4),
+    ),
+    "blocks from a wrong place": (
+        (ring, "_shifted", lambda real: lambda x, number: real(x, number + 1)),
+        (20, "ring@cp", causal, 4),
+    ),
+    "chunks in a wrong order": (
+        (ring, "_chunks", lambda real: lambda x, order, chunk: real(x, sorted(order), chunk)),
+        (28, "zigzag@cp", causal, 2),
+    ),
+}
 
 
-def test_blocks_from_a_wrong_place_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    shifted = ring._shifted
-    monkeypatch.setattr(ring, "_shifted", lambda x, number: shifted(x, number + 1))
-    model = Positions(20, "ring@cp", causal)  # a length of its own: lowerings are remembered
-    plan, given = planned(model, 20, 4)
-    assert not sw.verify(model, given, plan).ok
-
-
-def test_chunks_in_a_wrong_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = ring._chunks
-    monkeypatch.setattr(ring, "_chunks", lambda x, order, chunk: moved(x, sorted(order), chunk))
-    model = Positions(28, "zigzag@cp", causal)
-    plan, given = planned(model, 28, 2)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_ring_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (module, function, broken), (length, strategy, seen, devices) = BROKEN[name]
+    monkeypatch.setattr(module, function, broken(getattr(module, function)))
+    model = Positions(length, strategy, seen)
+    plan, given = planned(model, length, devices)
     assert not sw.verify(model, given, plan).ok
 
 
@@ -329,13 +317,14 @@ def test_only_causal_attention_has_a_zigzag() -> None:
 
 @pytest.mark.parametrize("run", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("groups", [2, 4])
-def test_zigzag_is_attention_however_many_chunks(run: int, groups: int) -> None:
+@pytest.mark.parametrize("lowering", [RING, zigzag], ids=["ring", "zigzag"])
+def test_the_lowering_is_attention_however_many_blocks(lowering: Callable[..., Tensor], run: int, groups: int) -> None:
     generator = torch.Generator().manual_seed(2)
     q, k, v = (
         torch.randn(2, heads, 12, 4, generator=generator, dtype=torch.float64, requires_grad=True)
         for heads in (4, groups, groups)
     )
-    own = zigzag(q, k, v, is_causal=True, enable_gqa=True, runs=(2, 4, run, 4))
+    own = lowering(q, k, v, is_causal=True, enable_gqa=True, runs=(2, 4, run, 4))
     whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(own, whole)
     seed = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
