@@ -16,7 +16,7 @@ from torch import Tensor
 import shardwise as sw
 from launch.gloo_ranks import RunRanks
 from models import zoo_transformers
-from models.tiny_models import gpt2, llama, resnet, vit
+from models.tiny_models import gpt2, llama, resnet, vit, without_dropout
 from raising import raises
 from runtime.staged_model import Staged, staged_batch
 from shardwise.plans.schedule import SCHEDULES, schedule_of
@@ -307,12 +307,7 @@ def model_of(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     inputs = {key: x.double() if x.is_floating_point() else x for key, x in TINY[name].inputs(8).items()}
     if name == "t5":  # shifting labels looks at all of them
         inputs = {**inputs, "decoder_input_ids": inputs["labels"].clamp(min=0)}
-    for part in module.modules():
-        if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0
-        elif isinstance(getattr(part, "dropout", None), float):  # T5's attention
-            part.dropout = 0.0
-    return module, inputs
+    return without_dropout(module), inputs
 
 
 def in_float32(name: str) -> bool:
