@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -137,3 +139,49 @@ class Dense(Mixture):
         rows = tokens.repeat(self.num_experts, 1).view(self.num_experts, -1, WIDTH)
         results = sw.shard(torch.bmm, "b@ep")(F.gelu(sw.shard(torch.bmm, "b@ep")(rows, self.up)), self.down)
         return (results * gates.t().unsqueeze(-1)).sum(0)
+
+
+class Stack(nn.Module):
+    """Two layers of experts of a form behind each other."""
+
+    def __init__(self, kind: type[Mixture]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(kind) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class _Layer(nn.Module):
+    """A router, and experts as a module of their own."""
+
+    def __init__(self, kind: type[Mixture]) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts: Mixture = type(kind.__name__, (kind,), {"forward": kind.mix})()
+        del self.experts.router
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2, -1)
+        mixed: Tensor = self.experts(tokens, weights, chosen)
+        return x + mixed.view_as(x)
+
+
+def eager_experts(name: str = "qwen3_moe") -> nn.Module:
+    from models.breadth import tiny_of
+
+    module: Any = tiny_of(name).build()
+    module.set_experts_implementation("eager")
+    return module
+
+
+def experts_with_sinks() -> nn.Module:
+    """GPT-OSS: every second layer's attention sees a window."""
+    module: Any = eager_experts("gpt_oss")
+    module.config.sliding_window = 3
+    for layer in module.model.layers:
+        nn.init.normal_(layer.self_attn.sinks)
+    return module
