@@ -17,10 +17,10 @@ from shardwise.errors import problem
 from shardwise.mindspore.checks import (
     Check,
     checks_of,
-    closest,
     entries,
     flag,
     fraction,
+    known_name,
     note,
     number,
     one_of,
@@ -232,9 +232,7 @@ class Options:
             name = ALIASES.get(name, name)
             if name in OPTIMIZER_CONFIG:  # separate options in earlier versions
                 name, value = "parallel_optimizer_config", {**stored.get("parallel_optimizer_config", {}), name: value}
-            if name not in CHECKS:
-                fix = closest(name, CHECKS)
-                raise ValueError(problem(f'set_auto_parallel_context has no option "{name}"', fix=fix))
+            known_name(name, CHECKS, "set_auto_parallel_context")
             stored[name] = CHECKS[name](name, value)
         names_set = self.names_set | set(stored)
         stored |= _dataset_options(stored, stored.get("strict", self.strict))
@@ -305,9 +303,6 @@ class AlgoParameters:
     tensor_slice_align_size: int = option(16, whole(1, 1024))
 
 
-ALGO_CHECKS = checks_of(AlgoParameters)
-
-
 _PRICED = "prices are those of the cluster"
 
 
@@ -353,6 +348,3 @@ class CostModel:
             return ceil(gradient_bytes * max(tail, (1 - tail) / (times - 1)))
         seconds = self.costmodel_allreduce_fusion_tail_time - self.costmodel_allreduce_fusion_allreduce_inherent_time
         return max(0, int(seconds / self.costmodel_allreduce_fusion_allreduce_bandwidth))
-
-
-COST_CHECKS = checks_of(CostModel)

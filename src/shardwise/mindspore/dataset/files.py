@@ -40,7 +40,7 @@ class Files(GeneratorDataset):
 
     def _take(self, values: dict[str, Any]) -> None:
         general = {name: values.pop(name) for name in (*ROWS, *PARTS) if name in values}
-        general.pop("cache")
+        general.pop("cache", None)
         if self.settings["shuffle"] is True:  # lines of texts: None leaves them in the order of the file
             general["shuffle"] = bool(general["shuffle"])
         rows, self._read, columns = self.listed(**values)
@@ -186,14 +186,12 @@ class TextFileDataset(Files, dataset_files=..., **LINES):
         return lines, None, self.columns
 
 
-class MindDataset(GeneratorDataset):
+class MindDataset(Files, dataset_files=..., columns_list=None, num_parallel_workers=None, shuffle=None, num_shards=None,
+                  shard_id=None, sampler=None, num_samples=None, cache=None):  # fmt: skip
     """The rows of files that ``mindrecord.FileWriter`` wrote. A name means all files that were written with it, a list
-    only these. Rows are shuffled unless ``shuffle=False``; other arguments are those of ``GeneratorDataset``."""
+    only these. Rows are shuffled unless ``shuffle=False``."""
 
-    def __init__(
-        self, dataset_files: str | Path | Sequence[str | Path], columns_list: Sequence[str] | None = None,
-        num_parallel_workers: int | None = None, shuffle: bool | None = None, **settings: Any,
-    ) -> None:  # fmt: skip
+    def listed(self, dataset_files: str | Path | Sequence[str | Path], columns_list: Sequence[str] | None) -> Any:
         if isinstance(dataset_files, (str, Path)):
             files = written_with(dataset_files, columns_list)
         elif paths := paths_of(dataset_files):
@@ -205,7 +203,7 @@ class MindDataset(GeneratorDataset):
             if file.schema != files[0].schema:
                 what = f"{file.path} has the schema {file.schema}, and {files[0].path} has {files[0].schema}"
                 raise ValueError(problem(what, fix="a MindDataset of each, and concat"))
-        super().__init__(ConcatDataset(files), list(files[0].names), shuffle=shuffle, **settings)
+        return ConcatDataset(files), None, files[0].names
 
 
 # -- files of TFRecord -------------------------------------------------------------------------------------------------

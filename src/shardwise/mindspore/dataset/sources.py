@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -72,30 +73,29 @@ class GeneratorDataset(WithSettings, Dataset, **SETTINGS["dataset.GeneratorDatas
 
     def _take(self, values: dict[str, Any]) -> None:
         Dataset.__init__(self, names_of(values["column_names"]))
-        types, samples, shuffle = values["column_types"], values["num_samples"], values["shuffle"]
+        types, samples, shuffle, shards = (
+            values[name] for name in ("column_types", "num_samples", "shuffle", "num_shards")
+        )
         self._source, self._sampler = values["source"], values["sampler"]
-        self._types = None if types is None else tuple(_numpy_dtype(column_type) for column_type in types)
+        kinds = [] if types is None else [_numpy_dtype(column_type) for column_type in types]
+        if types is not None and len(kinds) != len(self._columns):
+            what = f"there are {len(self._columns)} columns and {len(kinds)} column_types"
+            raise ValueError(problem(what, fix="give one type for every column"))
+        self._types = dict(zip(self._columns, kinds, strict=False))
         self._samples = None if samples is None else count_of("num_samples", samples)
         self._by_index = hasattr(self._source, "__getitem__") and hasattr(self._source, "__len__")
-        self._shuffle = self._by_index and self._sampler is None if shuffle is None else shuffle
-        self._shards = _shards(values["num_shards"], values["shard_id"])
-        self._counted: int | None = None
-        self._check(shuffle, values["num_shards"])
-
-    def _check(self, shuffle: bool | None, num_shards: int | None) -> None:
         if not (self._by_index or callable(self._source) or isinstance(self._source, Iterable)):
             fix = "give a generator function, an iterable, or an object with __getitem__ and __len__"
             raise TypeError(problem(f"a {type(self._source).__name__} is not a source of rows", fix=fix))
-        if self._types is not None and len(self._types) != len(self._columns):
-            what = f"there are {len(self._columns)} columns and {len(self._types)} column_types"
-            raise ValueError(problem(what, fix="give one type for every column"))
-        requested = {"shuffle": shuffle, "sampler": self._sampler is not None, "num_shards": num_shards is not None}
+        self._shuffle = self._by_index and self._sampler is None if shuffle is None else shuffle
+        self._shards = _shards(shards, values["shard_id"])
+        requested = {"shuffle": shuffle, "sampler": self._sampler is not None, "num_shards": shards is not None}
         wrong = [name for name, is_set in requested.items() if is_set]
         if wrong and not self._by_index:
             what = f"{wrong[0]} needs rows by index, but the source (a {type(self._source).__name__}) has none"
             fix = "give an object with __getitem__ and __len__, or call .shuffle(buffer_size)"
             raise ValueError(problem(what, fix=fix))
-        if self._sampler is not None and (shuffle or num_shards is not None):
+        if "sampler" in wrong and len(wrong) > 1:
             raise ValueError(problem("a sampler decides the order by itself", fix="leave shuffle and num_shards out"))
 
     def rows(self, number: int) -> Iterator[Row]:
@@ -121,25 +121,17 @@ class GeneratorDataset(WithSettings, Dataset, **SETTINGS["dataset.GeneratorDatas
         return _shard(order, *self._shards)
 
     def _row(self, item: Any) -> Row:
-        if isinstance(item, Mapping):
-            item = tuple(item[name] for name in self._columns)
-        values = tuple(item) if isinstance(item, tuple | list) else (item,)
-        if len(self._columns) == 1 and len(values) != 1:
-            values = (item,)
-        if len(values) != len(self._columns):
-            what = f"the source gives {len(values)} values a row, but the columns are {', '.join(self._columns)}"
-            raise RuntimeError(problem(what, fix="name as many columns as there are values"))
-        arrays = tuple(as_array(value) for value in values)
-        if self._types is None:
-            return arrays
-        return tuple(array.astype(dtype) for array, dtype in zip(arrays, self._types, strict=True))
+        if not isinstance(item, Mapping):
+            is_alone = not isinstance(item, tuple | list) or len(self._columns) == 1 != len(item)
+            values = (item,) if is_alone else item
+            if len(values) != len(self._columns):
+                what = f"the source gives {len(values)} values a row, but the columns are {', '.join(self._columns)}"
+                raise RuntimeError(problem(what, fix="name as many columns as there are values"))
+            item = dict(zip(self._columns, values, strict=True))
+        arrays = {name: as_array(item[name]) for name in self._columns}
+        return arrays | {name: arrays[name].astype(kind) for name, kind in self._types.items()}
 
-    def get_dataset_size(self) -> int:
-        """Return the number of rows per pass. If the source has no length, one pass is counted, once."""
-        if self._counted is None:
-            self._counted = self._count()
-        return self._counted if self._samples is None else min(self._counted, self._samples)
-
+    @cached_property
     def _count(self) -> int:
         if self._by_index:
             return len(self._order(0))
@@ -148,6 +140,10 @@ class GeneratorDataset(WithSettings, Dataset, **SETTINGS["dataset.GeneratorDatas
         if not callable(self._source) and iter(self._source) is self._source:
             raise _used_up("the source is an iterator, whose rows cannot be counted without using them up")
         return sum(1 for _ in self._items(0))
+
+    def get_dataset_size(self) -> int:
+        """Return the number of rows per pass. If the source has no length, one pass is counted, once."""
+        return self._count if self._samples is None else min(self._count, self._samples)
 
 
 def _used_up(what: str) -> RuntimeError:
@@ -181,9 +177,8 @@ class PaddedDataset(GeneratorDataset, padded_samples=...):
             raise ValueError(
                 problem(f"padded_samples is {samples!r}", fix='a list of dictionaries: [{"image": zeros}]')
             )
-        names = sorted(samples[0])
-        rows = [tuple(as_array(sample[name]) for name in names) for sample in samples]
-        super()._take({**GeneratorDataset.settings, "source": rows, "column_names": names, "shuffle": False})
+        of_rows = {"source": list(samples), "column_names": sorted(samples[0]), "shuffle": False}
+        super()._take({**GeneratorDataset.settings, **of_rows})
 
 
 class DatasetCache:

@@ -1,16 +1,42 @@
-"""``AutoParallel``: the options of ``set_auto_parallel_context`` as methods of a cell around the network."""
+"""``mindspore.parallel``: functions that newer programs import from here; ``AutoParallel``, the options of
+``set_auto_parallel_context`` as methods of a cell around the network; and queries of hand-written training steps about
+the ranks (document 004 imports these names)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.errors import problem
-from shardwise.mindspore import context
+from shardwise.mindspore import context, rank_groups
 from shardwise.mindspore.checks import closest
-from shardwise.mindspore.nn.wrap import PipelineCell
+from shardwise.mindspore.communication.management import find_group
+from shardwise.mindspore.context import (
+    get_algo_parameters,
+    get_cost_model_context,
+    reset_algo_parameters,
+    reset_cost_model_context,
+    set_algo_parameters,
+    set_cost_model_context,
+)
+from shardwise.mindspore.layout import Layout
+from shardwise.mindspore.named import absent, functions_of
+from shardwise.mindspore.nn.wrap import DistributedGradReducer, PipelineCell, PipelineGradReducer
+from shardwise.mindspore.ops.functional import shard
+from shardwise.mindspore.options import ALIASES, CHECKS, ParallelMode
+from shardwise.mindspore.train import (
+    build_searched_strategy,
+    load_distributed_checkpoint,
+    merge_pipeline_strategys,
+    rank_list_for_transform,
+    restore_group_info_list,
+    transform_checkpoint_by_rank,
+    transform_checkpoints,
+)
 
 MODES: dict[str, dict[str, str]] = {
     "semi_auto": {"parallel_mode": "semi_auto_parallel"},
@@ -95,4 +121,59 @@ class AutoParallel(PipelineCell):
         """Do nothing; kept for programs that call it. Parameters have their values before anything is split."""
 
 
-__all__ = ["AutoParallel"]
+def sync_pipeline_shared_parameters(net: Any) -> None:
+    """Do nothing; kept for programs that call it. Stages that share a parameter have the same values."""
+
+
+def _is_mode(*modes: str) -> bool:
+    return context.options().parallel_mode in modes
+
+
+def _broadcast_parameters(parameters: Iterable[torch.Tensor], root: int = 0) -> None:
+    """Broadcast one rank's parameters, as the option parameter_broadcast does before training."""
+    group = find_group()
+    with torch.no_grad():
+        for parameter in parameters:
+            if not getattr(parameter, "layerwise_parallel", False):
+                parameter.copy_(rank_groups.broadcast(parameter.detach(), root, group))
+
+
+class _AutoParallelContext:
+    """Access to every option by ``get_NAME()``, ``set_NAME(value)`` and ``get_NAME_is_set()``."""
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        verb, _, name = method.partition("_")
+        option = name.removesuffix("_is_set")
+        if verb not in ("get", "set") or (ALIASES.get(option, option) not in CHECKS):
+            raise AttributeError(method)
+        if verb == "set":
+            return lambda value: context.set_auto_parallel_context(**{name: value})
+        if option != name:
+            return lambda: ALIASES.get(option, option) in context.options().names_set
+        return lambda: context.get_auto_parallel_context(name)
+
+
+_options = _AutoParallelContext()
+_ALONE, _AUTO = ParallelMode.STAND_ALONE, ParallelMode.AUTO_PARALLEL
+globals().update(functions_of({
+    # 1 in stand-alone mode, unless the program has set it
+    "_get_device_num": lambda: (
+        1 if _is_mode(_ALONE) and "device_num" not in context.options().names_set else context.options().devices),
+    "_get_global_rank": lambda: 0 if _is_mode(_ALONE) else context.options().rank,
+    "_is_in_auto_parallel_mode": lambda: context.options().distributed,
+    "_is_in_data_parallel_mode": lambda: _is_mode(ParallelMode.DATA_PARALLEL),
+    "_is_sharding_propagation": lambda: _is_mode(_AUTO) and context.options().search_mode == "sharding_propagation",
+    **{f"_get_{name}": partial(lambda name: getattr(context.options(), name), name) for name in (
+        "parallel_mode", "gradients_mean", "full_batch", "pipeline_stages", "parameter_broadcast")},
+    "_set_multi_subgraphs": lambda multi_subgraph=True: set_cost_model_context(multi_subgraphs=multi_subgraph),
+    "auto_parallel_context": lambda: _options,
+}, __name__))  # fmt: skip
+
+__all__ = [
+    "AutoParallel", "DistributedGradReducer", "Layout", "PipelineGradReducer", "build_searched_strategy",
+    "get_algo_parameters", "get_cost_model_context", "load_distributed_checkpoint", "merge_pipeline_strategys",
+    "rank_list_for_transform", "reset_algo_parameters", "reset_cost_model_context", "restore_group_info_list",
+    "set_algo_parameters", "set_cost_model_context", "shard", "sync_pipeline_shared_parameters",
+    "transform_checkpoint_by_rank", "transform_checkpoints",
+]  # fmt: skip
+__getattr__ = absent(__name__, lambda: __all__)
