@@ -329,7 +329,6 @@ def test_arguments_are_those_of_the_class_statement_and_initial_values_are_not_k
         nn.Dense(3)
     with raises(TypeError, "unexpected keyword argument 'slope'"):
         ms.ops.ReLU(slope=0.1)
-    volumes = nn.Conv3d(2, 2, 1, has_bias=True)
     layer = nn.Dense(2, 3, weight_init="ones", activation="relu")
     assert layer.in_channels == 2
     assert not hasattr(layer, "weight_init")
