@@ -15,14 +15,10 @@ from shardwise.errors import problem
 from shardwise.mindspore import context, rank_groups
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.communication.management import find_group
-from shardwise.mindspore.context import (
-    get_algo_parameters,
-    get_cost_model_context,
-    reset_algo_parameters,
-    reset_cost_model_context,
-    set_algo_parameters,
-    set_cost_model_context,
-)
+from shardwise.mindspore.context import get_algo_parameters, reset_algo_parameters, set_algo_parameters
+from shardwise.mindspore.context import get_cost_model_context as get_cost_model_context
+from shardwise.mindspore.context import reset_cost_model_context as reset_cost_model_context
+from shardwise.mindspore.context import set_cost_model_context as set_cost_model_context
 from shardwise.mindspore.layout import Layout
 from shardwise.mindspore.named import absent, functions_of
 from shardwise.mindspore.nn.wrap import DistributedGradReducer, PipelineCell, PipelineGradReducer
@@ -171,9 +167,9 @@ globals().update(functions_of({
 
 __all__ = [
     "AutoParallel", "DistributedGradReducer", "Layout", "PipelineGradReducer", "build_searched_strategy",
-    "get_algo_parameters", "get_cost_model_context", "load_distributed_checkpoint", "merge_pipeline_strategys",
-    "rank_list_for_transform", "reset_algo_parameters", "reset_cost_model_context", "restore_group_info_list",
-    "set_algo_parameters", "set_cost_model_context", "shard", "sync_pipeline_shared_parameters",
+    "get_algo_parameters", "load_distributed_checkpoint", "merge_pipeline_strategys",
+    "rank_list_for_transform", "reset_algo_parameters", "restore_group_info_list",
+    "set_algo_parameters", "shard", "sync_pipeline_shared_parameters",
     "transform_checkpoint_by_rank", "transform_checkpoints",
 ]  # fmt: skip
 __getattr__ = absent(__name__, lambda: __all__)

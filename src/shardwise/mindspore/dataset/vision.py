@@ -65,13 +65,13 @@ def _like(result: Array, image: Any) -> Any:
     return Image.fromarray(result) if isinstance(image, Image.Image) else result
 
 
-def _by_pillow(image: Any, change: Function) -> Any:
-    """Apply a Pillow function to an image: where Pillow lacks the dtype, to each channel in float32."""
+def _by_pillow(image: Any, change: Function, by_channel: bool = False) -> Any:
+    """Apply a Pillow function to an image. ``by_channel``: where Pillow lacks the dtype, to each channel in float32."""
     if isinstance(image, Image.Image):
         return change(image)
     array = np.asarray(image)
-    if array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2] in (1, 3, 4)):
-        grey = array.ndim == 3 and array.shape[2] == 1
+    grey = array.ndim == 3 and array.shape[2] == 1
+    if not by_channel or (array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2] in (3, 4))):
         changed = np.asarray(change(Image.fromarray(array[..., 0] if grey else array)))
         return changed[..., None] if grey and changed.ndim == 2 else changed
     channels = np.moveaxis(np.atleast_3d(array).astype(np.float32), -1, 0)
@@ -124,7 +124,7 @@ def _resized(image: Any, *, size: Sizes, interpolation: Inter = Inter.LINEAR) ->
     """Resizing to (height, width), or to a size of the shorter side."""
     sides = np.asarray(image).shape[:2]
     height, width = (int(size * side / min(sides)) for side in sides) if isinstance(size, int) else _pair(size)
-    return _by_pillow(image, lambda picture: picture.resize((width, height), FILTERS[interpolation]))
+    return _by_pillow(image, lambda picture: picture.resize((width, height), FILTERS[interpolation]), True)
 
 
 def _centre(image: Any, *, size: Sizes) -> Any:
@@ -192,7 +192,7 @@ def _mirrored(image: Any, dim: int) -> Any:
 
 def _rotated(image: Any, *, degrees: Any, resample: Inter = Inter.NEAREST, expand: bool = False) -> Any:
     """Rotation by degrees, counter-clockwise."""
-    return _by_pillow(image, lambda picture: picture.rotate(degrees, FILTERS[resample], expand))
+    return _by_pillow(image, lambda picture: picture.rotate(degrees, FILTERS[resample], expand), True)
 
 
 def _moved(image: Any, degrees: float, moves: Any, zoom: float, skew: float, resample: Any = 0, fill: Any = 0) -> Any:
@@ -221,11 +221,11 @@ def _random_moved(
     return _moved(image, turn, moves, zoom, skew, resample, fill_value)
 
 
-def _enhanced(image: Any, kind: str, factor: float) -> Any:
-    return _by_pillow(image, lambda picture: getattr(ImageEnhance, kind)(picture).enhance(factor))
+def _enhanced(image: Any, kind: str, factor: float, by_channel: bool = False) -> Any:
+    return _by_pillow(image, lambda picture: getattr(ImageEnhance, kind)(picture).enhance(factor), by_channel)
 
 
-def _hue_turned(image: Any, part: float) -> Any:
+def _hue_turned(image: Any, part: float, by_channel: bool = False) -> Any:
     """Shift the hues of an image along the colour circle."""
 
     def change(picture: Image.Image) -> Image.Image:
@@ -233,7 +233,7 @@ def _hue_turned(image: Any, part: float) -> Any:
         shifted = Image.fromarray(np.asarray(hue) + np.uint8(round(part * 255) % 256))
         return Image.merge("HSV", (shifted, *others)).convert(picture.mode)
 
-    return _by_pillow(image, change)
+    return _by_pillow(image, change, by_channel)
 
 
 def _random_colors(image: Any, *, brightness: Any = (1, 1), contrast: Any = (1, 1), saturation: Any = (1, 1),
@@ -243,8 +243,8 @@ def _random_colors(image: Any, *, brightness: Any = (1, 1), contrast: Any = (1, 
     strengths = {"Brightness": brightness, "Contrast": contrast, "Color": saturation}
     for kind, strength in strengths.items():
         factor = _drawn(*strength)
-        image = image if factor == 1 else _enhanced(image, kind, factor)
-    return _hue_turned(image, _drawn(*_span(hue))) if any(_span(hue)) else image
+        image = image if factor == 1 else _enhanced(image, kind, factor, True)
+    return _hue_turned(image, _drawn(*_span(hue)), True) if any(_span(hue)) else image
 
 
 def _range(name: str, strength: Any) -> Any:

@@ -309,7 +309,14 @@ class AvgPool2d(_Pool2d):
 
 
 class _Scaled(Layer):
-    """Base of normalisations that multiply by gamma and add beta."""
+    """Base of normalisations that multiply by gamma and add beta, by default one of each per channel."""
+
+    channels = "num_features"  # the setting of their number
+
+    def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
+        size = getattr(self, self.channels)
+        positive(type(self).__name__, **{self.channels: size})
+        self._set_scales([size], gamma_init, beta_init, dtype, affine)
 
     def _set_scales(self, shape: list[int], gamma: Any, beta: Any, dtype: torch.dtype, learned: bool = True) -> None:
         self.gamma = Parameter(initializer(gamma, shape, dtype), "gamma", requires_grad=learned)
@@ -328,11 +335,10 @@ class _BatchNorm(_Scaled, **SETTINGS["nn.BatchNorm"]):
         self, affine: bool, gamma_init: Any, beta_init: Any, moving_mean_init: Any, moving_var_init: Any,
         data_format: str, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        positive(type(self).__name__, num_features=self.num_features)
+        super()._settle(affine, gamma_init, beta_init, dtype)
         if not 0 <= self.momentum <= 1:
             raise ValueError(problem(f"momentum is {self.momentum}", fix="a number from 0 to 1"))
         channels_first(type(self).__name__, data_format)
-        self._set_scales([self.num_features], gamma_init, beta_init, dtype, affine)
         self.moving_mean: torch.Tensor
         self.moving_variance: torch.Tensor
         for name, init in zip(self.statistics, (moving_mean_init, moving_var_init), strict=True):
@@ -392,10 +398,6 @@ class SyncBatchNorm(_BatchNorm):
 class _InstanceNorm(_Scaled, **SETTINGS["nn.InstanceNorm"]):
     """Normalisation per sample and channel, times gamma plus beta."""
 
-    def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
-        positive(type(self).__name__, num_features=self.num_features)
-        self._set_scales([self.num_features], gamma_init, beta_init, dtype, affine)
-
     def construct(self, x: Any) -> Any:
         return F.instance_norm(x, weight=self.gamma, bias=self.beta, eps=self.eps)
 
@@ -424,13 +426,14 @@ class LayerNorm(_Scaled, **SETTINGS["nn.LayerNorm"]):
 class GroupNorm(_Scaled, **SETTINGS["nn.GroupNorm"]):
     """Normalisation over groups of channels."""
 
+    channels = "num_channels"
+
     def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
-        groups, channels = self.num_groups, self.num_channels
-        positive("GroupNorm", num_groups=groups, num_channels=channels)
-        if channels % groups:
-            what = f"GroupNorm: {groups} groups of {channels} channels: not whole"
+        super()._settle(affine, gamma_init, beta_init, dtype)
+        positive("GroupNorm", num_groups=self.num_groups)
+        if self.num_channels % self.num_groups:
+            what = f"GroupNorm: {self.num_groups} groups of {self.num_channels} channels: not whole"
             raise ValueError(problem(what, fix="a divisor"))
-        self._set_scales([channels], gamma_init, beta_init, dtype, affine)
 
     def construct(self, x: Any) -> Any:
         return F.group_norm(x, self.num_groups, self.gamma, self.beta, self.eps)
