@@ -48,6 +48,10 @@ class Layer(WithSettings, Cell):
         self.register_parameter("bias", bias)
         self.bias_add = BiasAdd()
 
+    def _set_scales(self, shape: list[int], gamma: Any, beta: Any, dtype: torch.dtype, learned: bool = True) -> None:
+        self.gamma = Parameter(initializer(gamma, shape, dtype), "gamma", requires_grad=learned)
+        self.beta = Parameter(initializer(beta, shape, dtype), "beta", requires_grad=learned)
+
 
 class Dense(Layer, **SETTINGS["nn.Dense"]):
     """activation(x W^T + b), with a weight of (out, in)."""
@@ -136,7 +140,7 @@ class _Convolution(Layer):
     stride: Any
     dilation: Any
 
-    def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, data_format: str = "NCHW") -> None:
+    def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
         first, second, group = self.out_channels, self.in_channels, self.group
         positive(type(self).__name__, in_channels=second, out_channels=first, group=group)
         if first % group or second % group:
@@ -318,10 +322,6 @@ class _Scaled(Layer):
         positive(type(self).__name__, **{self.channels: size})
         self._set_scales([size], gamma_init, beta_init, dtype, affine)
 
-    def _set_scales(self, shape: list[int], gamma: Any, beta: Any, dtype: torch.dtype, learned: bool = True) -> None:
-        self.gamma = Parameter(initializer(gamma, shape, dtype), "gamma", requires_grad=learned)
-        self.beta = Parameter(initializer(beta, shape, dtype), "beta", requires_grad=learned)
-
 
 class _BatchNorm(_Scaled, **SETTINGS["nn.BatchNorm"]):
     """Batch normalisation per channel (dim 1). Training uses the batch's statistics and mixes them into the moving ones
@@ -332,8 +332,8 @@ class _BatchNorm(_Scaled, **SETTINGS["nn.BatchNorm"]):
     casts_parameters = False  # moving statistics and their sums keep their precision
 
     def _settle(
-        self, affine: bool, gamma_init: Any, beta_init: Any, moving_mean_init: Any, moving_var_init: Any,
-        data_format: str, dtype: torch.dtype,
+        self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype, moving_mean_init: Any = "zeros",
+        moving_var_init: Any = "ones", data_format: str = "NCHW",
     ) -> None:  # fmt: skip
         super()._settle(affine, gamma_init, beta_init, dtype)
         if not 0 <= self.momentum <= 1:
@@ -408,7 +408,7 @@ InstanceNorm1d, InstanceNorm2d, InstanceNorm3d = (
 )
 
 
-class LayerNorm(_Scaled, **SETTINGS["nn.LayerNorm"]):
+class LayerNorm(Layer, **SETTINGS["nn.LayerNorm"]):
     """Normalisation over the last dims, times gamma plus beta."""
 
     def _settle(self, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
