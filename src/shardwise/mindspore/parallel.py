@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch.nn import Module  # parallel.nn is another module
 
 from shardwise.errors import problem
 from shardwise.mindspore import context, rank_groups
@@ -56,7 +56,7 @@ class AutoParallel(PipelineCell):
     parallel_mode="semi_auto")``. It resets all options first, so the latest instance decides for all cells."""
 
     def __init__(self, network: Any, parallel_mode: str = "semi_auto") -> None:
-        nn.Module.__init__(self)
+        Module.__init__(self)
         super(PipelineCell, self).__init__()
         if parallel_mode not in MODES:
             what = f"AutoParallel(parallel_mode={parallel_mode!r})"
@@ -64,7 +64,7 @@ class AutoParallel(PipelineCell):
         self._called = [network]  # in a list, so that it is not registered as a submodule
         if isinstance(network, PipelineCell):
             network, self.micro_size = network.network, network.micro_size
-        if isinstance(network, nn.Module):
+        if isinstance(network, Module):
             self.network = network
         context.reset_auto_parallel_context()
         context.set_auto_parallel_context(**MODES[parallel_mode])
@@ -74,7 +74,7 @@ class AutoParallel(PipelineCell):
 
     def train(self, mode: bool = True) -> AutoParallel:
         """Set the mode of this cell and of the network that is called."""
-        if isinstance(self._called[0], nn.Module):
+        if isinstance(self._called[0], Module):
             self._called[0].train(mode)
         super().train(mode)
         return self
