@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 import shardwise.mindspore as ms
-from shardwise.mindspore import calls
+from shardwise.mindspore import calls, context, planning
 from shardwise.mindspore.layout import AXIS
 
 
@@ -55,6 +55,13 @@ def planned(cell: ms.nn.Cell, inputs: tuple[Any, ...], devices: int, **options: 
     """The plan of a cell in the dialect's mode of that many devices."""
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=devices, **options)
     return sw.plan(cell, inputs, devices, mesh=sw.Mesh({AXIS: devices}), mode="semi_auto")
+
+
+def planned_by_context(cell: Any, inputs: tuple[Any, ...], **kwargs: Any) -> sw.Plan:
+    """The plan of a cell for whole batches, by the context. No ranks are needed."""
+    model, inputs = planning.whole_copy(cell, inputs)
+    planning.be_buffers(model, planning.changed_parameters(model, inputs, kwargs))
+    return planning.decided(cell, model, inputs, kwargs, {}, context.options())
 
 
 def equal_to_one_device(cell: ms.nn.Cell, inputs: tuple[Any, ...], devices: int, **options: Any) -> sw.Plan:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shardwise.mindspore.parallel._utils import _get_device_num, _get_gradients_mean
 
 import shardwise.mindspore as ms
 from raising import raises
@@ -25,10 +26,9 @@ from shardwise.mindspore.amp import (
     init_status,
 )
 from shardwise.mindspore.context import reset_auto_parallel_context, set_auto_parallel_context
-from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
+from shardwise.mindspore.nn.wrap import DistributedGradReducer
 from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
 from shardwise.mindspore.ops.communication import counting
-from shardwise.mindspore.parallel._utils import _get_device_num, _get_gradients_mean
 
 RunRanks = Callable[..., list[Any]]
 

@@ -55,7 +55,7 @@ def test_a_search_puts_no_communication_between_two_operators(case: dict[str, An
 def planned(cell: nn.Module, inputs: tuple[Tensor, ...], **settings: Any) -> sw.Plan:
     """The plan for a cell that is given whole batches."""
     ms.set_auto_parallel_context(**settings)
-    return planning.plan_by_context(cell, cell, inputs, {}, {}, Options().with_options(**settings))
+    return planning.decided(cell, cell, inputs, {}, {}, Options().with_options(**settings))
 
 
 def test_propagation_needs_a_configured_operator_in_strict_mode() -> None:

@@ -11,7 +11,7 @@ import torch
 from raising import raises
 from shardwise.mindspore import communication as D
 from shardwise.mindspore.context import reset_auto_parallel_context, set_auto_parallel_context
-from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
+from shardwise.mindspore.nn.wrap import DistributedGradReducer
 from shardwise.mindspore.ops.communication import AllGather, AllReduce, counting
 from shardwise.mindspore.parallel import _utils
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 import shardwise as sw
 import shardwise.mindspore as ms
+from mindspore.applied import planned_by_context
 from raising import raises
 from shardwise.api import step_memory
-from shardwise.mindspore import nn, ops, planning
+from shardwise.mindspore import nn, ops
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 SEMI = {"parallel_mode": "semi_auto_parallel", "device_num": 4}
@@ -90,7 +91,7 @@ def test_a_split_cell_makes_again_what_it_is_asked_to_and_holds_less() -> None:
         "operator": Net(op=True), "nothing": Net({"mode": False}),
     }.items():  # fmt: skip
         net.set_train()
-        plan = planning.planned(net, (X,))
+        plan = planned_by_context(net, (X,))
         if name in ("cells", "cells, messages kept", "operator"):
             assert sw.verify(net, X, plan).ok
         again[name] = {entry.name for entry in plan.operators if entry.again}
@@ -110,7 +111,7 @@ def test_a_cell_gathers_parameters_again_where_it_is_asked_to() -> None:
     )
     for again in (False, True):
         net = Net({"parallel_optimizer_comm_recompute": again}).set_train()
-        plan = planning.planned(net, (X,))
+        plan = planned_by_context(net, (X,))
         assert any(entry.again for entry in plan.parameters) is again
     assert sw.verify(net, X, plan).ok
     with raises(NotImplementedError, "leave mp_comm_recompute True", op="Block"):
@@ -141,11 +142,11 @@ def test_layouts_by_name_place_operands_where_they_say() -> None:
         ((GRID(("dp", "mp"), "None"), GRID("None", "None")), "m@data"),
         ((GRID(("mp", "dp"), "None"), GRID("None", "None")), "m@(data.1,data.0)"),
     ):
-        plan = planning.planned(Placed(strategy), (x,))
+        plan = planned_by_context(Placed(strategy), (x,))
         assert sw.verify(Placed(strategy), x, plan).ok
         found = plan.strategies["/matmul"]
         assert found == want or {*found.split()} == {*want.split()}, (found, want)
-    plan = planning.planned(Placed((GRID("dp", "mp"), GRID("mp", "None")), (GRID(("dp", "mp"), "None"),)), (x,))
+    plan = planned_by_context(Placed((GRID("dp", "mp"), GRID("mp", "None")), (GRID(("dp", "mp"), "None"),)), (x,))
     assert sw.verify(Placed((GRID("dp", "mp"), GRID("mp", "None")), (GRID(("dp", "mp"), "None"),)), x, plan).ok
     assert "reduce_scatter" in str(plan)
 
@@ -163,7 +164,7 @@ def test_layouts_that_do_not_fit_say_what() -> None:
             make()
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=8)
     with raises(sw.errors.LayoutError, "4 devices", "Layout((2, 2), ('dp', 'mp'))(('dp',), ('mp',))", 2):
-        planning.planned(Placed((GRID("dp", "mp"), GRID("mp", "None"))), (X.double(),))
+        planned_by_context(Placed((GRID("dp", "mp"), GRID("mp", "None"))), (X.double(),))
 
 
 def test_a_parameter_plan_says_how_parameters_are_stored() -> None:
@@ -178,12 +179,12 @@ def test_a_parameter_plan_says_how_parameters_are_stored() -> None:
         def construct(self, x: Tensor) -> Tensor:
             return self.sharded(x).square().mean()
 
-    plan = planning.planned(Outer("self.block.weight"), (X,))
+    plan = planned_by_context(Outer("self.block.weight"), (X,))
     assert sw.verify(Outer("self.block.weight"), X, plan).ok
     (entry,) = (entry for entry in plan.parameters if entry.name.endswith("block.weight") or "weight" in entry.name)
     assert entry.layout == "f32[8@data, 16]"
     with raises(ValueError, "parameter_plan names"):
-        planning.planned(Outer("self.block.wieght"), (X,))
+        planned_by_context(Outer("self.block.wieght"), (X,))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

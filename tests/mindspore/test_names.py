@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 import shardwise.mindspore as ms
+from mindspore.applied import planned_by_context
 from mindspore.operator_samples import i, r
 from raising import raises
-from shardwise.mindspore import aliases, mint, named, nn, ops, planning
+from shardwise.mindspore import aliases, mint, named, nn, ops
 from shardwise.mindspore.nn import simple, wrapped
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.simple import SIMPLE
@@ -450,7 +451,7 @@ def test_methods_of_tensors_hold_inside_construct_and_under_a_plan() -> None:
     assert not hasattr(torch.Tensor, "expand_dims")
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=2)
     net = Words(recurrent=False)
-    assert sw.verify(net, x, planning.planned(net, (x,))).ok
+    assert sw.verify(net, x, planned_by_context(net, (x,))).ok
     assert isinstance(ops.zeros((2, 3), ms.float32).asnumpy(), np.ndarray)
 
 
@@ -489,6 +490,6 @@ def test_paddings_boxes_and_sequences_hold_under_a_plan() -> None:
     boxes = torch.cat((corners, corners + 1.5, torch.rand(5, 1)), 1)
     hooked = Hooked()
     with raises(sw.errors.CaptureError, "bprop(self, x, out, dout)"):
-        planning.planned(hooked, (r(2, 8).float(),))
+        planned_by_context(hooked, (r(2, 8).float(),))
     net, inputs = Looks(), (r(2, 3, 8, 8).float(), boxes, torch.tensor([[0, 0], [2, 0]]), torch.tensor([1, 2]))
-    assert sw.verify(net, inputs, planning.planned(net, inputs)).ok
+    assert sw.verify(net, inputs, planned_by_context(net, inputs)).ok

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 import shardwise.mindspore as ms
 import shardwise.mindspore.dataset as ds
+from mindspore.applied import planned_by_context
 from raising import raises
 from shardwise.errors import CaptureError
-from shardwise.mindspore import nn, ops, planning
+from shardwise.mindspore import nn, ops
 
 
 def made(*shape: int) -> ms.Tensor:
@@ -106,7 +107,7 @@ def test_custom_runs_a_function_of_numpy_with_its_own_gradient() -> None:
         ops.Custom("add.so:add", func_type="aot")
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=2)
     with raises(CaptureError, "numpy", op="Custom op", fix="torch operators"):
-        planning.planned(Doubled(), (torch.rand(4, 2),))
+        planned_by_context(Doubled(), (torch.rand(4, 2),))
 
 
 def test_padded_rows_fill_up_a_dataset() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import shardwise as sw
 import shardwise.mindspore as ms
+from mindspore.applied import planned_by_context
 from raising import raises
-from shardwise.mindspore import planning
 from shardwise.mindspore.holding import holding_of
 
 RunRanks = Callable[..., list[Any]]
@@ -110,7 +110,7 @@ def plan_of(devices: int, **config: Any) -> sw.Plan:
     )  # fmt: skip
     net = ms.nn.WithLossCell(Net(), ms.nn.MSELoss())
     x, y = data()[0]
-    return planning.planned(net, (x, y))
+    return planned_by_context(net, (x, y))
 
 
 def parts(plan: sw.Plan) -> dict[str, int]:
@@ -152,7 +152,7 @@ def test_the_groups_of_case_opt_1() -> None:
         parallel_mode="semi_auto_parallel", device_num=32, enable_parallel_optimizer=True,
         parallel_optimizer_config={"parallel_optimizer_threshold": 1},
     )  # fmt: skip
-    plan = planning.planned(TwoProducts(), (torch.ones(64, 64),))
+    plan = planned_by_context(TwoProducts(), (torch.ones(64, 64),))
     assert parts(plan) == {"weight1": 32, "weight2": 32}
 
 

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from shardwise.mindspore.parallel.auto_parallel import AutoParallel
 from shardwise.mindspore.parallel.nn import Pipeline
 from torch import Tensor
 
 import shardwise as sw
 import shardwise.mindspore as ms
+from mindspore.applied import planned_by_context
 from raising import raises
 from search.small_models import counts
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.mindspore import nn, ops, planning, staged
+from shardwise.mindspore import nn, ops, staged
 from shardwise.mindspore.holding import holding_of, is_elsewhere, save_group
-from shardwise.mindspore.parallel.auto_parallel import AutoParallel
 from spec.cases import CASES
 
 RunRanks = Callable[..., list[Any]]
@@ -257,7 +258,7 @@ def test_losses_schedules_and_cuts_of_other_kinds(run_ranks: RunRanks) -> None:
 
 def planned(net: nn.Cell, micro_size: int = 2, **options: Any) -> Any:
     ms.set_auto_parallel_context(**{**STAGED, "device_num": 2, "pipeline_config": {}, **options})
-    return planning.planned(nn.PipelineCell(net, micro_size).set_train(), batches()[0])
+    return planned_by_context(nn.PipelineCell(net, micro_size).set_train(), batches()[0])
 
 
 def test_stages_are_those_of_the_cells(tmp_path: Path) -> None:
@@ -322,7 +323,7 @@ class Skipping(nn.Cell):
 def test_a_split_value_crosses_as_it_is_split() -> None:
     ms.set_auto_parallel_context(**STAGED, device_num=4)
     cell, x = nn.wrap.cell_wrapper._VirtualDatasetCell(nn.PipelineCell(Skipping(), 2)), torch.rand(8, 8)
-    plan = planning.planned(cell, (x, torch.zeros(8)))
+    plan = planned_by_context(cell, (x, torch.zeros(8)))
     assert sw.verify(staged.MicroBatch(cell.network), (torch.tensor(1.0), x, torch.zeros(8)), plan, steps=1).ok
 
 
@@ -354,7 +355,7 @@ def test_strategies_are_those_of_a_stage() -> None:
     stages, devices = case["pipeline_stages"], case["device_num"]
     ms.set_auto_parallel_context(**{**STAGED, "pipeline_stages": stages, "device_num": devices})
     cell, rows = nn.PipelineCell(TwoProducts(case["strategy"]), case["micro_size"]), 16 * case["micro_size"]
-    plan = planning.planned(cell, (torch.zeros(rows, 64), torch.zeros(rows, 64)))
+    plan = planned_by_context(cell, (torch.zeros(rows, 64), torch.zeros(rows, 64)))
     assert [stage.placement.ranks for stage in plan.stages] == [tuple(range(16)), tuple(range(16, 32))]
     for number, want in enumerate(("matmul", "matmul1")):
         stage = plan.alone(number)
@@ -366,7 +367,7 @@ def test_strategies_are_those_of_a_stage() -> None:
 def test_the_plan_of_a_pipeline_is_verified_as_its_micro_batches() -> None:
     cell, inputs = nn.PipelineCell(Net(), 4), batches()[0]
     ms.set_auto_parallel_context(**STAGED, device_num=2)
-    plan = planning.planned(cell, inputs)
+    plan = planned_by_context(cell, inputs)
     report = sw.verify(staged.MicroBatch(cell.network), (torch.tensor(1.0), *inputs), plan, steps=1)
     assert report.ok, str(report)
     assert plan.micro_batches == 4

@@ -12,9 +12,8 @@ from torch import Tensor
 
 import shardwise as sw
 import shardwise.mindspore as ms
-from mindspore.applied import Applied, equal_to_one_device, planned
+from mindspore.applied import Applied, equal_to_one_device, planned, planned_by_context
 from raising import raises
-from shardwise.mindspore import planning
 from shardwise.mindspore.ops import operations as P
 from shardwise.mindspore.strict import StrategyError
 
@@ -263,9 +262,9 @@ def test_products_in_two_and_three_dims_keep_their_operands_in_all_of_them(matri
     devices = prod(matrix)
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=devices, dataset_strategy="full_batch")
     x, net = torch.rand(16, 16).double(), Net()
-    plan = planning.planned(net, (x,))
+    plan = planned_by_context(net, (x,))
     assert plan.layouts["weight"].local_shape(plan.mesh.coordinates(0)) == (16 * 8 // devices // 4, 4)
     assert sw.verify(net, (x,), plan, steps=1).ok
     net.matmul.add_prim_attr("enable_nd_tp", False)
     with raises(StrategyError, "MatMul matmul: ", op="MatMul matmul"):
-        planning.planned(net, (x,))
+        planned_by_context(net, (x,))

@@ -76,13 +76,13 @@ def test_propagation_carries_the_strategies_of_a_function_inside() -> None:
     cell = Calls(ms.shard(block, ((1, 4), (4, 1)), ((4, 1),)))
     ms.set_auto_parallel_context(parallel_mode="auto_parallel", search_mode="sharding_propagation", device_num=4)
     with calls.inside():
-        plan = planning.plan_by_context(cell, cell, (X,), {}, {}, ms.context.options())
+        plan = planning.decided(cell, cell, (X,), {}, {}, ms.context.options())
         assert sw.verify(cell, (X,), plan, steps=1).ok
     strategies = {entry.name: entry.strategy for entry in plan.operators}
     assert strategies["/matmul"] == "k@data"
     assert strategies["/relu"] == "d0@data"
     with raises(StrategyError, "There is no operator that is configured sharding strategy", op="Calls"):
-        planning.plan_by_context(Calls(block), Calls(block), (X,), {}, {}, ms.context.options())
+        planning.decided(Calls(block), Calls(block), (X,), {}, {}, ms.context.options())
 
 
 @pytest.mark.parametrize("method", [False, True])

@@ -12,7 +12,6 @@ from shardwise.mindspore import (
     amp,
     common,
     communication,
-    compiling,
     context,
     dataset,
     mint,
@@ -29,7 +28,6 @@ from shardwise.mindspore.common import dtype
 from shardwise.mindspore.common.dtype import *
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import get_seed, manual_seed, set_seed
-from shardwise.mindspore.compiling import *
 from shardwise.mindspore.context import *
 from shardwise.mindspore.dataset import records as mindrecord
 from shardwise.mindspore.layout import Layout
@@ -42,14 +40,10 @@ from shardwise.mindspore.runtime import Profiler
 from shardwise.mindspore.tensor import *
 from shardwise.mindspore.train import callback as _callback
 from shardwise.mindspore.train import model as _model
-from shardwise.mindspore.train import recording as _recording
 from shardwise.mindspore.train import serialization as _serialization
-from shardwise.mindspore.train import transforms as _transforms
 from shardwise.mindspore.train.callback import *
 from shardwise.mindspore.train.model import *
-from shardwise.mindspore.train.recording import *
 from shardwise.mindspore.train.serialization import *
-from shardwise.mindspore.train.transforms import *
 
 __version__ = "2.10.0"  # of the reference, whose signatures, defaults and results are followed
 log = logging.getLogger("mindspore")
@@ -62,9 +56,7 @@ __all__ = [
     "mint", "nn", "numpy", "ops", "parallel", "recompute", "runtime", "set_seed", "shard", "train",
     "value_and_grad", "vjp", "vmap",
 ]  # fmt: skip
-for _family in (
-    dtype, compiling, context, _tensor, _callback, _model, _recording, _serialization, _transforms
-):  # fmt: skip
+for _family in (dtype, context, _tensor, _callback, _model, _serialization):
     __all__ += _family.__all__
 __all__ = [*dict.fromkeys([*__all__, "boost"])]  # an alias of nn.wrap
 __getattr__ = absent(__name__, lambda: __all__)

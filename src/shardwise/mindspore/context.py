@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import Check, checks_of, flag, known_name, note, one_of, option, text, whole
+from shardwise.mindspore.checks import checks_of, flag, known_name, note, one_of, option, text, whole
 from shardwise.mindspore.named import TABLES
-from shardwise.mindspore.options import (
-    ALGO_CHECKS,
-    ALIASES,
-    CHECKS,
-    COST_CHECKS,
-    AlgoParameters,
-    CostModel,
-    Options,
-    ParallelMode,
-)
+from shardwise.mindspore.options import ALIASES, AlgoParameters, CostModel, Options, ParallelMode
 
 GRAPH_MODE, PYNATIVE_MODE = 0, 1
 GIGABYTE = 2**30
@@ -75,40 +68,61 @@ class Settings:
         return round(float(self.max_device_memory.removesuffix("GB")) * GIGABYTE)
 
 
-_SETTINGS = checks_of(Settings)
+class _Part:
+    """A part of the context: a frozen dataclass of options, of which all that are given are set, or none."""
+
+    def __init__(self, kind: type[Any], title: str) -> None:
+        self.kind, self.title, self.checks, self.value = kind, title, checks_of(kind), kind()
+
+    def assign(self, **values: Any) -> None:
+        """Set options. Raises TypeError or ValueError for wrong ones."""
+        for name in values:
+            known_name(name, self.checks, f"set_{self.title}")
+        stored = {name: self.checks[name](name, value) for name, value in values.items()}
+        self.value = replace(self.value, **stored)
+
+    def get(self, name: str) -> Any:
+        """Return an option."""
+        known_name(name, self.checks, f"get_{self.title}")
+        return copy.deepcopy(getattr(self.value, name))
+
+    def reset(self) -> None:
+        """Reset every option to its default."""
+        self.value = self.kind()
+
+
+_settings, _options = _Part(Settings, "context"), _Part(Options, "auto_parallel_context")
+_algo, _cost = _Part(AlgoParameters, "algo_parameters"), _Part(CostModel, "cost_model_context")
+set_algo_parameters, get_algo_parameters, reset_algo_parameters = _algo.assign, _algo.get, _algo.reset
+set_cost_model_context, get_cost_model_context, reset_cost_model_context = _cost.assign, _cost.get, _cost.reset
+reset_auto_parallel_context = _options.reset
 # Settings of the reference without effect here, and the reasons. In the reference they change no result either.
 _IDLE = {name: reason for reason, names in TABLES["context"]["idle"].items() for name in names.split()}
-
-
-class _Context:
-    """The state of this process."""
-
-    def __init__(self) -> None:
-        self.settings, self.options, self.algo, self.cost = Settings(), Options(), AlgoParameters(), CostModel()
-        self.idle: dict[str, Any] = {}  # values of settings without effect
-
-
-_context = _Context()
+_kept: dict[str, Any] = {}  # values of settings without effect
 
 
 def settings() -> Settings:
     """Return the settings of ``set_context``."""
-    return _context.settings
+    settings: Settings = _settings.value
+    return settings
 
 
 def options() -> Options:
     """Return the options of ``set_auto_parallel_context``."""
-    return _context.options
+    options: Options = _options.value
+    return options
 
 
 def algo_parameters() -> AlgoParameters:
     """Return the parameters of ``set_algo_parameters``."""
-    return _context.algo
+    parameters: AlgoParameters = _algo.value
+    return parameters
 
 
 def message_bytes(gradient_bytes: int) -> int:
     """Return the size limit of messages of gradients, of so many bytes in all; 0: every gradient has its own."""
-    return _context.cost.message_bytes(gradient_bytes, options().bucket_bytes)
+    num_bytes: int = _cost.value.message_bytes(gradient_bytes, options().bucket_bytes)
+    return num_bytes
 
 
 def set_context(**values: Any) -> None:
@@ -124,15 +138,14 @@ def set_context(**values: Any) -> None:
         ValueError: for an unknown name or value.
     """
     for name in values:
-        known_name(name, (*_SETTINGS, *_IDLE), "set_context")
-    stored = {name: _SETTINGS[name](name, value) for name, value in values.items() if name in _SETTINGS}
+        known_name(name, (*_settings.checks, *_IDLE), "set_context")
+    _settings.assign(**{name: value for name, value in values.items() if name not in _IDLE})
     for name in values:
         if name in _IDLE:
-            _context.idle[name] = values[name]
+            _kept[name] = values[name]
             note(f"set_context({name}=...) has no effect here: {_IDLE[name]}")
-    _context.settings = replace(_context.settings, **stored)
-    target = stored.get("device_target", "CPU")  # every machine has a CPU
-    has = {"cuda": "GPU", "cpu": "CPU"}[_context.settings.device_type]
+    target = values.get("device_target", "CPU")  # every machine has a CPU
+    has = {"cuda": "GPU", "cpu": "CPU"}[settings().device_type]
     if target not in ("CPU", has):
         note(f'device_target="{target}": the program runs on what this machine has, the {has}', MACHINE)
 
@@ -157,16 +170,17 @@ def run_check() -> None:
 def get_context(name: str) -> Any:
     """Return a setting. ``device_target`` defaults to "GPU" or "CPU", whichever the machine has. A setting without
     effect returns the value that was given, or None."""
-    known_name(name, (*_SETTINGS, *_IDLE), "get_context")
     if name in _IDLE:
-        return _context.idle.get(name)
-    value = getattr(_context.settings, name)
+        return _kept.get(name)
+    known_name(name, (*_settings.checks, *_IDLE), "get_context")
+    value = _settings.get(name)
     return value or ("GPU" if torch.cuda.is_available() else "CPU") if name == "device_target" else value
 
 
 def reset_context() -> None:
     """Reset the settings of ``set_context``."""
-    _context.settings, _context.idle = Settings(), {}
+    _settings.reset()
+    _kept.clear()
 
 
 def set_auto_parallel_context(**values: Any) -> None:
@@ -180,14 +194,12 @@ def set_auto_parallel_context(**values: Any) -> None:
         ValueError: for an unknown name, a wrong value or an option that has no meaning here.
         NotImplementedError: for features of a later version.
     """
-    _context.options = _context.options.with_options(**values)
+    _options.value = options().with_options(**values)
 
 
 def get_auto_parallel_context(attr_key: str) -> Any:
     """Return an option."""
-    name = ALIASES.get(attr_key, attr_key)
-    known_name(name, CHECKS, "get_auto_parallel_context")
-    return copy.deepcopy(getattr(_context.options, name))
+    return _options.get(ALIASES.get(attr_key, attr_key))
 
 
 def set_ps_context(enable_ps: bool = False, **settings: Any) -> None:
@@ -197,36 +209,39 @@ def set_ps_context(enable_ps: bool = False, **settings: Any) -> None:
         raise NotImplementedError(problem("set_ps_context(enable_ps=True): there is no parameter server", fix=fix))
 
 
-def reset_auto_parallel_context() -> None:
-    """Reset every option to its default."""
-    _context.options = Options()
+# -- compilation settings of programs, without effect: split cells are captured, and other cells run as Python ---------
 
 
-def _accessors(part: str, kind: type[Any], checks: dict[str, Check], title: str) -> tuple[Any, Any, Any]:
-    """Return functions that set values of a part of the context (all of them, or none), get one, and reset all."""
+class JitConfig:
+    """Compilation settings, accepted without effect."""
 
-    def assign(**values: Any) -> None:
-        for name in values:
-            known_name(name, checks, f"set_{title}")
-        stored = {name: checks[name](name, value) for name, value in values.items()}
-        setattr(_context, part, replace(getattr(_context, part), **stored))
-
-    def value_of(name: str) -> Any:
-        known_name(name, checks, f"get_{title}")
-        return getattr(getattr(_context, part), name)
-
-    return assign, value_of, lambda: setattr(_context, part, kind())
+    def __init__(self, **settings: Any) -> None:
+        self.jit_config_dict = settings
 
 
-set_algo_parameters, get_algo_parameters, reset_algo_parameters = _accessors(
-    "algo", AlgoParameters, ALGO_CHECKS, "algo_parameters"
-)
-set_cost_model_context, get_cost_model_context, reset_cost_model_context = _accessors(
-    "cost", CostModel, COST_CHECKS, "cost_model_context"
-)
+def jit(fn: Any = None, *args: Any, **settings: Any) -> Any:
+    """Return the function unchanged: ``@jit``, ``@jit(jit_config=...)`` or ``jit(fn)``."""
+    return (lambda decorated: decorated) if fn is None else fn
+
+
+ms_function = ms_class = jit_class = lazy_inline = no_inline = constexpr = _primexpr = jit
+
+
+def mutable(input_data: Any, dynamic_len: bool = False) -> Any:
+    """Return the argument unchanged: numbers may change between calls anyway."""
+    return input_data
+
+
+@contextmanager
+def no_init_parameters() -> Iterator[None]:
+    """Do nothing. Parameters made in this context get their values at once, as always here."""
+    yield
+
 
 __all__ = [
-    "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "get_algo_parameters", "get_auto_parallel_context", "get_context",
-    "reset_algo_parameters", "reset_auto_parallel_context", "reset_context", "run_check", "set_algo_parameters",
-    "set_auto_parallel_context", "set_context", "set_deterministic", "set_device", "set_ps_context",
+    "GRAPH_MODE", "PYNATIVE_MODE", "JitConfig", "ParallelMode", "constexpr", "get_algo_parameters",
+    "get_auto_parallel_context", "get_context", "jit", "jit_class", "lazy_inline", "ms_class", "ms_function", "mutable",
+    "no_inline", "reset_algo_parameters", "reset_auto_parallel_context", "reset_context", "run_check",
+    "set_algo_parameters", "set_auto_parallel_context", "set_context", "set_deterministic", "set_device",
+    "set_ps_context",
 ]  # fmt: skip

@@ -17,10 +17,10 @@ from shardwise.errors import problem
 from shardwise.mindspore.checks import (
     Check,
     checks_of,
-    closest,
     entries,
     flag,
     fraction,
+    known_name,
     note,
     number,
     one_of,
@@ -232,9 +232,7 @@ class Options:
             name = ALIASES.get(name, name)
             if name in OPTIMIZER_CONFIG:  # separate options in earlier versions
                 name, value = "parallel_optimizer_config", {**stored.get("parallel_optimizer_config", {}), name: value}
-            if name not in CHECKS:
-                fix = closest(name, CHECKS)
-                raise ValueError(problem(f'set_auto_parallel_context has no option "{name}"', fix=fix))
+            known_name(name, CHECKS, "set_auto_parallel_context")
             stored[name] = CHECKS[name](name, value)
         names_set = self.names_set | set(stored)
         stored |= _dataset_options(stored, stored.get("strict", self.strict))
@@ -305,10 +303,8 @@ class AlgoParameters:
     tensor_slice_align_size: int = option(16, whole(1, 1024))
 
 
-ALGO_CHECKS = checks_of(AlgoParameters)
-
-
-_PRICED = "prices are those of the cluster"
+def _priced(default: float, check: Check = positive) -> Any:
+    return option(default, check, idle="prices are those of the cluster")
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +315,12 @@ class CostModel:
     device_memory_capacity: float = option(
         16.0 * 1024**3, positive, idle='set_context(max_device_memory="30GB") sets it'
     )
-    costmodel_alpha: float = option(1.0, positive, idle=_PRICED)
-    costmodel_beta: float = option(400.0, positive, idle=_PRICED)
-    costmodel_gamma: float = option(0.001, fraction, idle=_PRICED)
-    costmodel_communi_threshold: float = option(2048.0, positive, idle=_PRICED)
-    costmodel_communi_const: float = option(3072.0, positive, idle=_PRICED)
-    costmodel_communi_bias: float = option(1024.0, positive, idle=_PRICED)
+    costmodel_alpha: float = _priced(1.0)
+    costmodel_beta: float = _priced(400.0)
+    costmodel_gamma: float = _priced(0.001, fraction)
+    costmodel_communi_threshold: float = _priced(2048.0)
+    costmodel_communi_const: float = _priced(3072.0)
+    costmodel_communi_bias: float = _priced(1024.0)
     multi_subgraphs: bool = option(False, flag, idle="a network is one graph, of any number of parts")
     run_phase: int = option(0, whole(0, 1), idle="a cell in evaluation is planned for evaluation")
     costmodel_allreduce_fusion_algorithm: int = option(0, whole(0, 2))
@@ -353,6 +349,3 @@ class CostModel:
             return ceil(gradient_bytes * max(tail, (1 - tail) / (times - 1)))
         seconds = self.costmodel_allreduce_fusion_tail_time - self.costmodel_allreduce_fusion_allreduce_inherent_time
         return max(0, int(seconds / self.costmodel_allreduce_fusion_allreduce_bandwidth))
-
-
-COST_CHECKS = checks_of(CostModel)

@@ -28,18 +28,11 @@ STRATEGIES = "_shardwise_strategies"  # the attribute of ms.shard's strategies
 PRICED = ("dynamic_programming", "recursive_programming")
 
 
-def planned(cell: nn.Module, args: tuple[Any, ...], **kwargs: Any) -> sw.Plan:
-    """Return the plan of a cell for whole batches, by the context. No ranks are needed."""
-    model, args = whole_copy(cell, args)
-    be_buffers(model, changed_parameters(model, args, kwargs))
-    return plan_by_context(cell, model, args, kwargs, {}, context.options())
-
-
 def decided(
     cell: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     counts: dict[str, tuple[int, ...]], options: Options,
 ) -> sw.Plan:  # fmt: skip
-    """Return the plan of a cell. For training ``strategy_ckpt_load_file`` takes precedence."""
+    """Plan a cell in the mode of the context. For training ``strategy_ckpt_load_file`` takes precedence."""
     load = options.strategy_ckpt_load_file if cell.training else ""
     if options.fusion_cuts:
         what = (
@@ -48,14 +41,8 @@ def decided(
         )
         fix = "comm_fusion={'allreduce': {'mode': 'size', 'config': 32}}: messages of up to 32 MB"
         raise ValueError(problem(what, fix=fix))
-    return sw.Plan.load(load) if load else plan_by_context(cell, model, args, kwargs, counts, options)
-
-
-def plan_by_context(
-    cell: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-    counts: dict[str, tuple[int, ...]], options: Options,
-) -> sw.Plan:  # fmt: skip
-    """Plan a cell in the mode of the context."""
+    if load:
+        return sw.Plan.load(load)
     strategies = _has_strategies(model)
     auto = options.parallel_mode == context.ParallelMode.AUTO_PARALLEL
     priced = auto and options.search_mode in PRICED

@@ -2,7 +2,7 @@
 
 from shardwise.mindspore.common import dtype, initializer
 from shardwise.mindspore.common.seed import get_seed, set_seed
-from shardwise.mindspore.compiling import JitConfig, jit, jit_class, lazy_inline, ms_function, mutable
+from shardwise.mindspore.context import JitConfig, jit, jit_class, lazy_inline, ms_function, mutable
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor
 
 __all__ = [

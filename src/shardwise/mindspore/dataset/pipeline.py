@@ -1,8 +1,8 @@
 """Chains of operations on rows.
 
-A row is a tuple of numpy arrays, one per column. Rows are read lazily, in this process. Every pass over a dataset
-restarts its source. Shuffled orders depend on the dialect's seed and the pass number, so that all ranks draw the same
-one.
+A row is a dictionary of numpy arrays, one per column in order. Rows are read lazily, in this process. Every pass over a
+dataset restarts its source. Shuffled orders depend on the dialect's seed and the pass number, so that all ranks draw
+the same one.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Dataset:
         derived._parent = self
         return derived
 
-    def _places(self, columns: Columns) -> list[int]:
-        """Return the positions of some columns, by default of all."""
-        return [self._columns.index(name) for name in (named(columns, self._columns) if columns else self._columns)]
+    def _named(self, columns: Columns) -> Sequence[str]:
+        """Return the names of some columns, by default of all. Raises ValueError for unknown ones."""
+        return named(columns, self._columns) if columns else self._columns
 
     def get_class_indexing(self) -> dict[str, Any]:
         """Return class name -> class index of the files behind this dataset; of others nothing."""
@@ -97,13 +97,13 @@ class Dataset:
     ) -> Iterator[list[Any]]:
         """Return an iterator over rows as lists of tensors, or of numpy arrays, which are copies. A ``for`` loop ends
         with a pass, and the next one continues with the next pass, up to ``num_epochs``; -1: any number."""
-        return _Passes(self, columns, num_epochs, output_numpy, lambda names, row: row)
+        return _Passes(self, columns, num_epochs, output_numpy, lambda row: [*row.values()])
 
     def create_dict_iterator(
         self, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = True
     ) -> Iterator[dict[str, Any]]:
         """Return an iterator like ``create_tuple_iterator``, with rows as dictionaries by column name."""
-        return _Passes(self, None, num_epochs, output_numpy, lambda names, row: dict(zip(names, row, strict=True)))
+        return _Passes(self, None, num_epochs, output_numpy, dict)
 
     def next_pass(self) -> Iterator[Row]:
         """Return the rows of the next pass."""
@@ -125,15 +125,15 @@ class Dataset:
         """
         unknown_words(settings, "python_multiprocessing", "max_rowsize")
         names = self._columns
-        inputs = names if input_columns is None or per_batch_map is None else named(input_columns, names)
+        inputs = names if per_batch_map is None else self._named(input_columns)
         outputs = inputs if output_columns is None or per_batch_map is None else names_of(output_columns)
         columns = names if tuple(inputs) == tuple(outputs) else [*(n for n in names if n not in inputs), *outputs]
 
         def form(info: BatchInfo, members: list[Row]) -> Row:
-            values: dict[str, Any] = dict(zip(names, map(list, zip(*members, strict=True)), strict=True))
+            values: dict[str, Any] = {name: [row[name] for row in members] for name in names}
             if per_batch_map is not None:
                 values |= _assigned("per_batch_map", outputs, per_batch_map(*(values[name] for name in inputs), info))
-            return tuple(_stack(name, [as_array(value) for value in values[name]]) for name in columns)
+            return {name: _stack(name, [as_array(value) for value in values[name]]) for name in columns}
 
         return _batched(self, batch_size, drop_remainder, form, columns)
 
@@ -142,7 +142,7 @@ class Dataset:
         pad_info: PadInfo = None,
     ) -> Dataset:  # fmt: skip
         """Batch rows of different lengths, padded. ``pad_info``: column -> (shape or None for the longest, value)."""
-        return _batched(self, batch_size, drop_remainder, lambda _, rows: _padded(self._columns, rows, pad_info))
+        return _batched(self, batch_size, drop_remainder, lambda _, rows: _padded(rows, pad_info))
 
     def bucket_batch_by_length(
         self, column_names: Sequence[str], bucket_boundaries: Sequence[int], bucket_batch_sizes: Sequence[int],
@@ -154,30 +154,28 @@ class Dataset:
         ones at the end, bucket by bucket, unless ``drop_remainder``. ``element_length_function``: length of a row by
         its columns; by default that of the only column. ``pad_to_bucket_boundary``: a dim without a size in
         ``pad_info`` is padded to the boundary minus one."""
-        ends, sizes, places = list(bucket_boundaries), list(bucket_batch_sizes), self._places(column_names)
+        ends, sizes, names = list(bucket_boundaries), list(bucket_batch_sizes), self._named(column_names)
         length = element_length_function or len
-        once(tuple(map(str, ends)))
-        if ends != sorted(ends) or not ends or ends[0] < 1:
+        if any(end <= last for last, end in itertools.pairwise((0, *ends))) or not ends:
             raise ValueError(problem(f"bucket_boundaries are {ends}", fix="ascending numbers from 1"))
         if len(sizes) != len(ends) + 1:
             what = f"{len(sizes)} bucket_batch_sizes for {len(ends)} boundaries"
             raise ValueError(problem(what, fix=f"{len(ends) + 1}: one more"))
-        if element_length_function is None and len(places) != 1:
+        if element_length_function is None and len(names) != 1:
             raise ValueError(problem(f"the length of {column_names}", fix="element_length_function, or one column"))
-
-        def padded(members: list[Row], bucket: int) -> Row:
-            end = ends[bucket] - 1 if pad_to_bucket_boundary and bucket < len(ends) else None
-            return _padded(self._columns, members, pad_info, end)
+        paddings = [end - 1 if pad_to_bucket_boundary else None for end in ends] + [None]
 
         def rows(number: int) -> Iterator[Row]:
             waiting: list[list[Row]] = [[] for _ in sizes]
             for row in self.rows(number):
-                bucket = bisect_right(ends, int(np.asarray(length(*(row[place] for place in places)))))
+                bucket = bisect_right(ends, int(np.asarray(length(*(row[name] for name in names)))))
                 waiting[bucket].append(row)
                 if len(waiting[bucket]) == sizes[bucket]:
-                    yield padded(waiting[bucket], bucket)
+                    yield _padded(waiting[bucket], pad_info, paddings[bucket])
                     waiting[bucket] = []
-            yield from (padded(rest, bucket) for bucket, rest in enumerate(waiting) if rest and not drop_remainder)
+            for rest, end in zip(waiting, paddings, strict=True):
+                if rest and not drop_remainder:
+                    yield _padded(rest, pad_info, end)
 
         return self._derived(rows, size=_counted(rows))
 
@@ -210,17 +208,20 @@ class Dataset:
         old, new = named(input_columns or (), self._columns), names_of(output_columns or ())
         if len(old) != len(new):
             raise ValueError(problem(f"rename of {len(old)} columns to {len(new)} names", fix="one name for each"))
-        names = dict(zip(old, new, strict=True))
-        return self._derived(self.rows, [names.get(name, name) for name in self._columns])
+        names = {name: name for name in self._columns} | dict(zip(old, new, strict=True))
+        return self._derived(
+            lambda number: ({names[name]: value for name, value in row.items()} for row in self.rows(number)),
+            [*names.values()],
+        )
 
     def filter(
         self, predicate: Callable[..., Any], input_columns: Columns = None, num_parallel_workers: int | None = None
     ) -> Dataset:
         """Keep the rows for which a function of some columns, by default all, is true."""
-        places = self._places(input_columns)
+        names = self._named(input_columns)
 
         def rows(number: int) -> Iterator[Row]:
-            return (row for row in self.rows(number) if predicate(*(row[place] for place in places)))
+            return (row for row in self.rows(number) if predicate(*(row[name] for name in names)))
 
         return self._derived(rows, size=_counted(rows))
 
@@ -243,11 +244,11 @@ class Dataset:
 
     def output_shapes(self, estimate: bool = False) -> list[list[int]]:
         """Return the shapes of the first row."""
-        return [list(array.shape) for array in next(iter(self.rows(0)))]
+        return [list(array.shape) for array in next(self.rows(0)).values()]
 
     def output_types(self) -> list[Any]:
         """Return the dtypes of the first row."""
-        return [array.dtype for array in next(iter(self.rows(0)))]
+        return [array.dtype for array in next(self.rows(0)).values()]
 
     def reset(self) -> None:
         """Restart with the first pass."""
@@ -281,18 +282,16 @@ class Dataset:
 
         def rows(number: int) -> Iterator[Row]:
             for row in self.rows(number):
-                values = dict(zip(names, row, strict=True))
-                values |= _assigned("map()", outputs, applied(functions, tuple(values[name] for name in inputs)))
-                yield tuple(as_array(values[name]) for name in columns)
+                values = row | _assigned("map()", outputs, applied(functions, tuple(row[name] for name in inputs)))
+                yield {name: as_array(values[name]) for name in columns}
 
         mapped = self._derived(rows, columns)
         return mapped if column_order is None else mapped.project(column_order)
 
     def project(self, columns: str | Sequence[str]) -> Dataset:
         """Select columns, in this order."""
-        names = named(columns, self._columns)
-        places = self._places(names)
-        return self._derived(lambda number: (tuple(row[i] for i in places) for row in self.rows(number)), names)
+        names = self._named(columns)
+        return self._derived(lambda number: ({name: row[name] for name in names} for row in self.rows(number)), names)
 
     def shuffle(self, buffer_size: int) -> Dataset:
         """Shuffle rows: each is drawn from the next ``buffer_size``."""
@@ -329,17 +328,13 @@ class Dataset:
 
 
 class _Passes(Iterator[Any]):
-    """An iterator over passes, as ``create_tuple_iterator`` describes."""
+    """An iterator over passes, as ``create_tuple_iterator`` describes. ``form``: makes an item of column -> value."""
 
     def __init__(
-        self, dataset: Dataset, columns: Columns, num_epochs: int, as_numpy: bool, form: Callable[..., Any]
+        self, dataset: Dataset, columns: Columns, num_epochs: int, as_numpy: bool, form: Callable[[dict[str, Any]], Any]
     ) -> None:
-        if num_epochs != -1:
-            count_of("num_epochs", num_epochs)
-        names = dataset.get_col_names()
-        self._names = list(named(columns, names)) if columns is not None else names
-        self._positions = [names.index(name) for name in self._names]
-        self._dataset, self._left, self._form = dataset, num_epochs, form
+        self._left = num_epochs if num_epochs == -1 else count_of("num_epochs", num_epochs)
+        self._dataset, self._names, self._form = dataset, dataset._named(columns), form
         self._item: Callable[[Array, str], Any] = (lambda array, _: array.copy()) if as_numpy else _tensor
         self._rows: Iterator[Row] | None = None
 
@@ -349,12 +344,10 @@ class _Passes(Iterator[Any]):
                 raise StopIteration
             self._left -= 1
             self._rows = self._dataset.next_pass()
-        row = next(self._rows, None)
-        if row is None:
-            self._rows = None
-            raise StopIteration
-        items = [self._item(row[i], name) for i, name in zip(self._positions, self._names, strict=True)]
-        return self._form(self._names, items)
+        for row in self._rows:
+            return self._form({name: self._item(row[name], name) for name in self._names})
+        self._rows = None
+        raise StopIteration
 
 
 def _listed(datasets: Any) -> Sequence[Dataset]:
@@ -366,7 +359,10 @@ def zipped(datasets: Sequence[Dataset]) -> Dataset:
     columns = once(tuple(name for dataset in datasets for name in dataset.get_col_names()))
     return Dataset(
         columns,
-        lambda number: (sum(rows, ()) for rows in zip(*(dataset.rows(number) for dataset in datasets), strict=False)),
+        lambda number: (
+            {name: value for row in rows for name, value in row.items()}
+            for rows in zip(*(dataset.rows(number) for dataset in datasets), strict=False)
+        ),
         lambda: min(dataset.get_dataset_size() for dataset in datasets),
     )
 
@@ -397,7 +393,7 @@ def _stack(name: str, parts: Sequence[Array]) -> Array:
     return np.stack(parts)
 
 
-def _padded(columns: Sequence[str], members: list[Row], info: PadInfo, end: int | None = None) -> Row:
+def _padded(members: list[Row], info: PadInfo, end: int | None = None) -> Row:
     """Stack rows of different lengths, padded as ``info`` says; where it gives no size, to ``end`` or the longest."""
 
     def stacked(name: str, parts: Sequence[Array]) -> Array:
@@ -409,7 +405,7 @@ def _padded(columns: Sequence[str], members: list[Row], info: PadInfo, end: int 
         sizes = [int(length if size is None else size) for length, size in zip(longest, wanted, strict=False)]
         return np.stack([pad_end(part, pad_shape=sizes, pad_value=value) for part in parts])
 
-    return tuple(stacked(name, parts) for name, parts in zip(columns, zip(*members, strict=True), strict=True))
+    return {name: stacked(name, [row[name] for row in members]) for name in members[0]}
 
 
 def _assigned(title: str, columns: Sequence[str], result: Any) -> dict[str, Any]:

@@ -196,12 +196,12 @@ def written_with(file_name: str | Path, columns: Sequence[str] | None) -> list[R
 def save(dataset: Any, file_name: str, num_files: int) -> None:
     """Write the rows of a pass over a dataset. Sizes of a dim that differ between rows become -1. Raises ValueError for
     a column of several types, and if there are no rows."""
-    names, rows = dataset.get_col_names(), [tuple(map(as_array, row)) for row in dataset.next_pass()]
+    rows = [{name: as_array(value) for name, value in row.items()} for row in dataset.next_pass()]
     if not rows:
         raise ValueError(problem("the dataset has no rows, so its types are unknown", fix="at least one row"))
     writer = FileWriter(file_name, num_files, overwrite=True)
-    writer.add_schema({name: _entry(name, column) for name, column in zip(names, zip(*rows, strict=True), strict=True)})
-    writer.write_raw_data(dict(zip(names, row, strict=True)) for row in rows)
+    writer.add_schema({name: _entry(name, [row[name] for row in rows]) for name in rows[0]})
+    writer.write_raw_data(rows)
     writer.commit()
 
 

@@ -14,7 +14,7 @@ from shardwise.mindspore.named import Function, WithSettings, absent, classes_of
 from shardwise.mindspore.tensor_methods import dtype_of
 
 Array = np.ndarray[Any, Any]
-Row = tuple[Array, ...]
+Row = dict[str, Array]
 Columns = str | Sequence[str] | None
 
 

@@ -71,8 +71,7 @@ def counts(layout: Layout) -> tuple[int, ...]:
 
 def begin(graph: Graph, strategies_of: dict[str, Strategy], origins: Origins) -> Page:
     """Print the operators of a graph."""
-    shapes = {source.value: graph.by_name[source.value].shape for source in graph.sources}
-    page = Page(graph, shapes, strategies_of, origins)
+    page = Page(graph, lambda name: graph.by_name[name].shape, strategies_of, origins)
     for op in graph.ops:
         args = (*op.args, *(arg for _, arg in op.kwargs if arg is not None))
         page.call(op, args, tuple(graph.by_name[name].shape for name in op.results))

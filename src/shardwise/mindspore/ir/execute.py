@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from shardwise.mindspore.communication.management import group_name, group_ranks_name
+from shardwise.mindspore.communication.management import gnu_hash, group_name, group_ranks_name
 from shardwise.mindspore.ir.origins import Origins
-from shardwise.mindspore.ir.page import COLLECTIVES, Page, Shape, Strategy, attribute, hashed
+from shardwise.mindspore.ir.page import Page, Shape, Strategy, attribute, tensor_text
 from shardwise.mindspore.library import (
-    Bucket,
     Conversion,
     LocalOp,
     LocalProgram,
@@ -23,22 +22,28 @@ from shardwise.mindspore.library import (
     local_move,
 )
 
+COLLECTIVES = {
+    "all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_to_all": "AlltoAll",
+    "collective_permute": "NeighborExchange", "halo_exchange": "NeighborExchangeV2",
+}  # fmt: skip
+Step = tuple[Conversion, str, str, Move]  # of a conversion: the value that it changes, its result, and how
+
 
 class Execution:
     """The printed program of a rank."""
 
     def __init__(self, program: LocalProgram, strategies_of: dict[str, Strategy], origins: Origins) -> None:
-        self.spmd, self.rank = program.spmd, program.rank
+        self.spmd, self.rank, self.origins = program.spmd, program.rank, origins
         self.coordinates = self.spmd.mesh.coordinates(self.rank)
-        graph = self.spmd.graph
-        shapes = {source.value: self._shape(source.value) for source in graph.sources}
-        self.page, self.origins = Page(graph, shapes, strategies_of, origins), origins
-        self._buckets = 0
+        self.page = Page(self.spmd.graph, self._shape, strategies_of, origins)
+        num_buckets = 0
         for instruction in program.instructions:
             if isinstance(instruction, LocalOp):
                 self._call(instruction)
-            else:
-                self._convert(instruction)
+                continue
+            is_alone = isinstance(instruction, Conversion)
+            num_buckets += not is_alone
+            self._convert(instruction.conversions, fusion=0 if is_alone else num_buckets)
 
     def text(self) -> Iterator[str]:
         yield from self.page.text(self.spmd.outputs)
@@ -48,93 +53,84 @@ class Execution:
         return self.spmd.layouts[name].local_shape(self.coordinates)
 
     def _call(self, local: LocalOp) -> None:
-        op, call = self.spmd.graph.op_by_name[local.op], local.call
-        here = replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
+        call = local.call
+        here = replace(self.spmd.graph.op_by_name[local.op], target=call.target, args=call.args, kwargs=call.kwargs)
         args = (*call.args, *(arg for _, arg in call.kwargs if arg is not None))
         self.page.call(here, args, tuple(map(self._shape, local.results)))
 
-    def _convert(self, step: Conversion | Bucket) -> None:
+    def _convert(self, conversions: Sequence[Conversion], fusion: int) -> None:
         """Print one line per message and per local step that changes anything."""
-        conversions, is_bucket = step.conversions, isinstance(step, Bucket)
-        self._buckets += is_bucket
-        fusion = self._buckets if is_bucket else 0
-        at = [conversion.value for conversion in conversions]
-        for number, together in enumerate(zip(*(conversion.moves for conversion in conversions), strict=True)):
+        values = [conversion.value for conversion in conversions]
+        for number, moves in enumerate(zip(*(conversion.moves for conversion in conversions), strict=True)):
             results = [f"{conversion.result}, after move {number}" for conversion in conversions]
-            if local_move(together[0], self.coordinates, backward=False).kind is not None:
-                self._message(conversions, at, results, together, fusion, number)
+            steps = [*zip(conversions, values, results, moves, strict=True)]
+            if local_move(moves[0], self.coordinates, backward=False).kind is not None:
+                self._message(steps, number, fusion)
             else:
-                for conversion, value, result, move in zip(conversions, at, results, together, strict=True):
-                    self._local(conversion, value, result, move)
-            at = results
-        for conversion, value in zip(conversions, at, strict=True):
+                for step in steps:
+                    self._local(step, number)
+            values = results
+        for conversion, value in zip(conversions, values, strict=True):
             self.page.same(conversion.result, value)
 
-    def _message(
-        self, conversions: Sequence[Conversion], values: Sequence[str], results: Sequence[str], moves: Sequence[Move],
-        fusion: int, number: int,
-    ) -> None:  # fmt: skip
-        local, move = local_move(moves[0], self.coordinates, backward=False), moves[0]
+    def _message(self, steps: list[Step], number: int, fusion: int) -> None:
+        move = steps[0][3]
+        local = local_move(move, self.coordinates, backward=False)
         assert local.kind is not None, "a message"
         operator = COLLECTIVES[local.kind]
-        role = "forward_op" if move.cell[0].startswith("P") else "redistribution_op"
-        suffix = operator if role == "redistribution_op" else ""
+        is_forward = move.cell[0].startswith("P")
         attrs = {**group_attrs(self.spmd, move.axes, self.rank), "fusion": fusion, "index": number}
         if local.kind in ("all_reduce", "reduce_scatter"):
             attrs["op"] = local.reduction
         if local.kind == "halo_exchange":
-            attrs["send_bytes"] = sum(map(self._halo_bytes, conversions, moves))
-        instance = f"{role}_{_number(conversions, number)}{suffix}"
-        self._add(operator, conversions, values, results, moves, instance, attrs | _dims(move))
+            attrs["send_bytes"] = sum(map(self._halo_bytes, steps))
+        for name, layout in (("concat_dim", move.source), ("split_dim", move.target)):
+            if dims := sorted({layout.positions[axis][0] for axis in move.axes if axis in layout.positions}):
+                attrs[name] = dims[0] if len(dims) == 1 else tuple(dims)
+        self._add(operator, steps, number, attrs, "forward_op" if is_forward else "redistribution_op")
 
-    def _halo_bytes(self, conversion: Conversion, move: Move) -> int:
+    def _halo_bytes(self, step: Step) -> int:
         """Return the bytes that this rank sends from the edges of its part."""
-        local = local_move(move, self.coordinates, backward=False)
+        conversion, _, _, move = step
         before = torch.empty(move.source.local_shape(self.coordinates), device="meta")
-        return conversion.itemsize * sum(piece.numel() for piece in local.pack(before))
+        pieces = local_move(move, self.coordinates, backward=False).pack(before)
+        return conversion.itemsize * sum(piece.numel() for piece in pieces)
+
+    def _local(self, step: Step, number: int) -> None:
+        conversion, value, result, move = step
+        primitive = move.entry.forward
+        if local_move(move, self.coordinates, backward=False).is_identity:
+            self.page.same(result, value)
+        elif primitive == "slice":
+            cuts = [*slicing(OverlapPart(move.source, self.coordinates, move.target, self.coordinates))]
+            for count, (operator, args, shape) in enumerate(cuts, 1):
+                name = result if count == len(cuts) else f"{result}, step {count}"
+                attrs = {"input_names": SLICING_INPUTS[operator], "output_names": ["output"]}
+                self._add(operator, [(conversion, value, name, move)], number, attrs, args=args, shape=shape)
+                value = name
+        else:
+            words = ("Zeros", "Like") if primitive == "keep_one" else map(str.capitalize, primitive.split("_"))
+            self._add("".join(words), [step], number, {})
 
     def _add(
-        self, operator: str, conversions: Sequence[Conversion], values: Sequence[str], results: Sequence[str],
-        moves: Sequence[Move], instance: str, attrs: dict[str, Any],
+        self, operator: str, steps: list[Step], number: int, attrs: dict[str, Any], role: str = "redistribution_op",
+        args: tuple[Any, ...] = (), shape: Shape | None = None,
     ) -> None:  # fmt: skip
-        dtypes = tuple(self.spmd.graph.by_name[conversion.origin].dtype for conversion in conversions)
-        shapes = tuple(move.target.local_shape(self.coordinates) for move in moves)
+        """Print an operator of the ``number``-th moves of conversions. ``shape``: that of its result, if it is not that
+        of the move. The number in its name is the same on every rank and in every run."""
+        of, values, results, moves = zip(*steps, strict=True)
+        hashed = gnu_hash(" ".join([*(conversion.result for conversion in of), str(number)]).encode())
+        dtypes = [self.spmd.graph.by_name[conversion.origin].dtype for conversion in of]
+        shapes = [move.target.local_shape(self.coordinates) if shape is None else shape for move in moves]
         self.page.add(
-            operator, tuple(map(Ref, values)), tuple(results), dtypes, shapes, self.origins.scope(conversions[0].op),
-            instance=instance, attrs=attrs, variable=_variable(conversions),
+            operator, (*map(Ref, values), *args), dict(zip(results, map(tensor_text, dtypes, shapes), strict=True)),
+            self.origins.scope(of[0].op), attrs=attrs, variable="-".join(conversion.origin for conversion in of),
+            instance=f"{role}_{hashed}{operator if role == 'redistribution_op' else ''}",
         )  # fmt: skip
 
-    def _local(self, conversion: Conversion, value: str, result: str, move: Move) -> None:
-        local = local_move(move, self.coordinates, backward=False)
-        if local.is_identity:
-            self.page.same(result, value)
-            return
-        primitive = move.entry.forward
-        number = conversion.moves.index(move)
-        if primitive == "slice":
-            self._slice(conversion, value, result, move, number)
-            return
-        operator = "ZerosLike" if primitive == "keep_one" else "".join(p.capitalize() for p in primitive.split("_"))
-        instance = f"redistribution_op_{_number([conversion], number)}{operator}"
-        self._add(operator, [conversion], [value], [result], [move], instance, {})
 
-    def _slice(self, conversion: Conversion, value: str, result: str, move: Move, number: int) -> None:
-        """Print the operators that slice the rank's part of a tensor."""
-        dtype, scope = self.spmd.graph.by_name[conversion.origin].dtype, self.origins.scope(conversion.op)
-        steps = list(slicing(OverlapPart(move.source, self.coordinates, move.target, self.coordinates)))
-        for count, (operator, args, shape) in enumerate(steps, 1):
-            name = result if count == len(steps) else f"{result}, step {count}"
-            attrs = {"input_names": list(SLICING_INPUTS[operator]), "output_names": ["output"]}
-            instance = f"redistribution_op_{_number([conversion], number)}{operator}"
-            self.page.add(
-                operator, (Ref(value), *args), (name,), (dtype,), (shape,), scope, instance=instance, attrs=attrs,
-                variable=_variable([conversion]),
-            )  # fmt: skip
-            value = name
-
-
-SLICING_INPUTS = {"StridedSlice": ("x", "begin", "end", "strides"), "Reshape": ("tensor", "shape"),
-                  "Gather": ("input_params", "input_indices", "axis")}  # fmt: skip
+SLICING_INPUTS = {"StridedSlice": ["x", "begin", "end", "strides"], "Reshape": ["tensor", "shape"],
+                  "Gather": ["input_params", "input_indices", "axis"]}  # fmt: skip
 
 
 def slicing(part: OverlapPart) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
@@ -171,19 +167,3 @@ def backward(spmd: SpmdProgram, rank: int) -> Iterator[str]:
     for collective in spmd.backward_collectives():
         inner = ", ".join(f"{k}: {attribute(v)}" for k, v in group_attrs(spmd, collective.axes, rank).items())
         yield f"#   {COLLECTIVES[collective.kind]} {{{inner}}} {collective.num_bytes} bytes"
-
-
-def _dims(move: Move) -> dict[str, Any]:
-    before, after = move.source.positions, move.target.positions
-    gathered = sorted({before[axis][0] for axis in move.axes if axis in before})
-    split = sorted({after[axis][0] for axis in move.axes if axis in after})
-    attributes = {"concat_dim": gathered, "split_dim": split}
-    return {name: dims[0] if len(dims) == 1 else tuple(dims) for name, dims in attributes.items() if dims}
-
-
-def _number(conversions: Sequence[Conversion], number: int) -> int:
-    return hashed(*(conversion.result for conversion in conversions), number)
-
-
-def _variable(conversions: Sequence[Conversion]) -> str:
-    return "-".join(conversion.origin for conversion in conversions)

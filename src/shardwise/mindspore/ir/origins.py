@@ -6,7 +6,7 @@ import ast
 import inspect
 import linecache
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -80,13 +80,14 @@ class Origins:
         """
         primitive_of: dict[str, tuple[str, Primitive | None]] = {}
         lines: dict[tuple[str, str], list[Op]] = {}
+        shown = [op for op in self.graph.ops if not is_marker(op)]
         for op in self.graph.ops:
             if op.scope.startswith(f"{op.module}/"):
-                name = op.scope.removeprefix(f"{op.module}/")
-                attributes = self._primitives_of(op.module)
+                name, attributes = op.scope.removeprefix(f"{op.module}/"), self._primitives_of(op.module)
                 name = name if name in attributes else re.sub(r"_\d+$", "", name)
                 primitive = attributes.get(name)
-                is_own = primitive is not None and (operator(op.target) == primitive.name or self._is_alone(op))
+                is_alone = sum(other.scope == op.scope for other in shown) == 1
+                is_own = is_alone or (primitive is not None and operator(op.target) == primitive.name)
                 primitive_of[op.name] = name, primitive if is_own else None
             elif op.source:
                 lines.setdefault((op.module, op.source), []).append(op)
@@ -94,43 +95,36 @@ class Origins:
             attributes = self._primitives_of(module)
             called = [(name, attributes[name]) for name in self._called(source) if name in attributes]
             called = [item for item in called if item[1].in_strategy is None]
+            shown = [op for op in ops if not is_marker(op)]
             for op in ops:
-                same = next((item for item in called if item[1].name == operator(op.target)), None)
-                if same is None and len(called) == len(_shown(ops)) == 1 and op in _shown(ops):
-                    same = called[0]
-                if same is not None:
-                    called.remove(same)
-                    primitive_of[op.name] = same
+                same = [item for item in called if item[1].name == operator(op.target)]
+                if not same and len(called) == 1 and shown == [op]:
+                    same = called
+                if same:
+                    primitive_of[op.name] = same[0]
+                    called.remove(same[0])
         return primitive_of
-
-    def _is_alone(self, op: Op) -> bool:
-        return sum(other.scope == op.scope for other in _shown(self.graph.ops)) == 1
 
     def _primitives_of(self, module: str) -> dict[str, Primitive]:
         return {k: v for k, v in vars(self.cell.get_submodule(module)).items() if isinstance(v, Primitive)}
 
-    def _called(self, source: str) -> Iterator[str]:
-        """Yield the attributes of ``self`` that a line calls, in order."""
+    def _called(self, source: str) -> list[str]:
+        """Return the attributes of ``self`` that a line calls, in order."""
         name, _, line = source.rpartition(":")
-        if name in self._files:
-            yield from _calls(self._files[name]).get(int(line), ())
+        return _calls(self._files[name]).get(int(line), []) if name in self._files else []
 
     @cached_property
     def _files(self) -> dict[str, str]:
         files: dict[str, str] = {}
-        for kind in {type(module) for module in self.cell.modules()}:
-            for base in kind.__mro__[:-1]:
-                try:
-                    path = inspect.getsourcefile(base)
-                except TypeError:  # a class without a source file
-                    path = None
-                if path is not None:
-                    files.setdefault(Path(path).name, str(Path(path).absolute()))
+        for kind in dict.fromkeys(base for module in self.cell.modules() for base in type(module).__mro__[:-1]):
+            with suppress(TypeError):  # a class without a source file
+                path = Path(inspect.getsourcefile(kind) or "")
+                files.setdefault(path.name, str(path.absolute()))
         return files
 
 
 @lru_cache(maxsize=64)
-def _calls(path: str) -> dict[int, tuple[str, ...]]:
+def _calls(path: str) -> dict[int, list[str]]:
     """Return for each line the attributes of ``self`` called there, in evaluation order: arguments before the call that
     takes them."""
     calls: dict[int, list[str]] = {}
@@ -143,13 +137,9 @@ def _calls(path: str) -> dict[int, tuple[str, ...]]:
                 calls.setdefault(node.lineno, []).append(name)
 
     visit(ast.parse("".join(linecache.getlines(path))))
-    return {line: tuple(called) for line, called in calls.items()}
+    return calls
 
 
 def is_marker(op: Op) -> bool:
     """Return whether an operator only carries the user's annotation of a value."""
     return str(op.target) == "aten.alias.default"
-
-
-def _shown(ops: tuple[Op, ...] | list[Op]) -> list[Op]:
-    return [op for op in ops if not is_marker(op)]

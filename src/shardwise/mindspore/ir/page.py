@@ -2,64 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from shardwise.mindspore.communication.management import gnu_hash
 from shardwise.mindspore.ir.origins import Origins, is_marker, operator
-from shardwise.mindspore.library import Graph, Op, Ref, map_refs
+from shardwise.mindspore.library import Graph, Op, Ref
 
 Shape = tuple[int, ...]
 Strategy = tuple[tuple[int, ...], ...]
 
-
-# The reference's names of an operator's inputs.
-INPUTS = {"MatMul": ("x1", "x2"), "BatchMatMul": ("x1", "x2"), "ReLU": ("x",)}
+INPUTS = {"MatMul": ("x1", "x2"), "BatchMatMul": ("x1", "x2"), "ReLU": ("x",)}  # the reference's names of inputs
 TYPES = {torch.bfloat16: "BFloat16", torch.uint8: "UInt8"}
-COLLECTIVES = {
-    "all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_to_all": "AlltoAll",
-    "collective_permute": "NeighborExchange", "halo_exchange": "NeighborExchangeV2",
-}  # fmt: skip
+CONSTANTS = {bool: "Bool", int: "Int64", float: "Float64", str: "String"}
+
+
+@dataclass
+class _Value:
+    """A printed value: its text and type. ``reference``: its type as a parameter that is not loaded yet, else empty."""
+
+    text: str
+    type: str
+    reference: str = ""
 
 
 class Page:
     """The lines of a program. Parameters of the graph are numbered ``%para1_w``, results of operators ``%1``, ``%2``.
     Parameters are loaded where they are first used.
 
-    ``shapes``: those of its sources, whole or local. ``strategies``: operator -> split counts of its tensors.
+    ``shape_of``: shapes of its sources, whole or local. ``strategies``: operator -> split counts of its tensors.
     """
 
     def __init__(
-        self, graph: Graph, shapes: Mapping[str, Shape], strategies: Mapping[str, Strategy], origins: Origins
+        self, graph: Graph, shape_of: Callable[[str], Shape], strategies: Mapping[str, Strategy], origins: Origins
     ) -> None:
         self.graph, self.strategies, self.origins = graph, strategies, origins
-        self.keys = {source.value: origins.key(source) for source in graph.sources}
-        self._kinds = {source.value: source.kind for source in graph.sources}
-        self._types = {name: (graph.by_name[name].dtype, shape) for name, shape in shapes.items()}
-        self._printed_as: dict[str, str] = {}
-        self._numbers = {value: f"%para{i}_{name}" for i, (value, name) in enumerate(self.keys.items(), 1)}
+        self._values: dict[str, _Value] = {}
+        self._parameters: list[str] = []
         self._lines: list[str] = []
         self._count = 0
-
-    def use(self, name: str) -> str:
-        """Return the name under which a value is printed. A parameter is loaded first."""
-        while name in self._printed_as:
-            name = self._printed_as[name]
-        if self._kinds.get(name) in ("parameter", "buffer"):
-            key, (dtype, shape) = self.keys[name], self._types[name]
-            self._printed_as[name] = result = f"{key}, loaded"
-            self._types[result] = dtype, shape
-            types = (reference_text(dtype, shape, key), "<UMonad>")  # "U" orders reads and writes in the reference
-            self._print("Load", (Ref(name), "U"), types, (result,), self.origins.root, variable=key)
-            return result
-        return name
+        for number, source in enumerate(graph.sources, 1):
+            key, name = origins.key(source), source.value
+            kind = tensor_text(graph.by_name[name].dtype, shape_of(name))
+            is_loaded = source.kind in ("parameter", "buffer")
+            reference = f"<Ref[{kind[1:].replace(',', '],', 1)[:-1]}, ref_key=:{key}>" if is_loaded else ""
+            self._values[name] = value = _Value(f"%para{number}_{key}", kind, reference)
+            self._parameters.append(f"{value.text} : {reference or kind}")
 
     def same(self, result: str, value: str) -> None:
         """Make ``result`` another name of a value."""
-        self._printed_as[result] = value
+        self._values[result] = self._values[value]
 
     def call(self, op: Op, args: tuple[Any, ...], shapes: tuple[Shape, ...]) -> None:
         """Print an operator. ``args``: its arguments, tensors as Refs; ``shapes``: those of its results."""
@@ -67,75 +61,74 @@ class Page:
             self.same(op.results[0], op.operands[0])
             return
         instance, primitive = self.origins.primitives.get(op.name, ("", None))
-        attrs: dict[str, Any] = {} if primitive is None else dict(primitive.attrs)
-        attrs |= {"input_names": list(inputs(op.target, len(args))), "output_names": ["output"]}
-        name = operator(op.target) if primitive is None else primitive.name
+        name = operator(op.target)
+        schema = ("x" if argument.name == "self" else argument.name for argument in op.target._schema.arguments)
+        attrs = {"input_names": [*INPUTS.get(name, schema)][: len(args)], "output_names": ["output"]}
+        dtypes = [self.graph.by_name[result].dtype for result in op.results]
         self.add(
-            name, args, op.results, tuple(self.graph.by_name[name].dtype for name in op.results),
-            shapes, self.origins.scope(op.name), instance=instance, attrs=attrs,
+            name if primitive is None else primitive.name, args,
+            dict(zip(op.results, map(tensor_text, dtypes, shapes), strict=True)), self.origins.scope(op.name),
+            instance=instance, attrs=attrs if primitive is None else {**primitive.attrs, **attrs},
             in_strategy=self.strategies.get(op.name), variable=self.origins.variable(op.source),
             code=self.origins.code(op.source),
         )  # fmt: skip
 
-    def add(
-        self, operator: str, args: tuple[Any, ...], results: tuple[str, ...], dtypes: tuple[torch.dtype, ...],
-        shapes: tuple[Shape, ...], scope: str, **details: Any,
-    ) -> None:  # fmt: skip
-        """Print an operator by its name, with values as Refs among its arguments."""
-        used = tuple(map_refs(arg, lambda name: Ref(self.use(name))) for arg in args)
-        types = tuple(map(self._type, used))
-        self._types.update(zip(results, zip(dtypes, shapes, strict=True), strict=True))
-        self._print(operator, used, types, results, scope, **details)
+    def add(self, operator: str, args: Sequence[Any], results: Mapping[str, str], scope: str, **details: Any) -> None:
+        """Print an operator by its name, with values as Refs among its arguments. ``results``: value -> type."""
+        details["variable"] = details.get("variable") or next(iter(results))
+        operands = [self._shown(arg) for arg in args]
+        texts = self._print(operator, operands, [*results.values()], scope, **details)
+        for text, (name, kind) in zip(texts, results.items(), strict=True):
+            self._values[name] = _Value(text, kind)
 
     def _print(
-        self, operator: str, operands: tuple[Any, ...], types: Sequence[str], results: tuple[str, ...], scope: str,
+        self, operator: str, operands: Sequence[tuple[str, str]], types: Sequence[str], scope: str, *, variable: str,
         instance: str = "", attrs: Mapping[str, Any] | None = None, in_strategy: Strategy | None = None,
-        variable: str = "", code: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        """``variable``: the user's variable; ``code``: lines of source code, innermost first."""
-        inputs, self._count = ", ".join(map(self._text, operands)), self._count + 1
+        code: Sequence[str] = (),
+    ) -> list[str]:  # fmt: skip
+        """Print a line and return the texts of its results. ``operands``: texts and types; ``variable``: the user's
+        variable; ``code``: lines of source code, innermost first."""
+        self._count += 1
         number = f"%{self._count}"
-        self._numbers |= {name: f"{number}[{i}]" if len(results) > 1 else number for i, name in enumerate(results)}
-        parts = [f"{number}({variable or results[0]}) = {operator}({inputs})"]
-        if instance:
-            parts.append(f"{{instance name: {instance}}}")
-        if attrs:
-            inner = ", ".join(f"{name}: {attribute(value)}" for name, value in attrs.items())
-            parts.append(f"primitive_attrs: {{{inner}}}")
-        if in_strategy is not None:
-            parts.append(f"{{in_strategy: {in_strategy}}}")
-        result_types = ", ".join(tensor_text(*self._types[name]) for name in results)
+        inner = ", ".join(f"{name}: {attribute(value)}" for name, value in (attrs or {}).items())
+        parts = (
+            f"  {number}({variable}) = {operator}({_listed(operands, 0)})",
+            f" {{instance name: {instance}}}" if instance else "",
+            f" primitive_attrs: {{{inner}}}" if inner else "",
+            "" if in_strategy is None else f" {{in_strategy: {in_strategy}}}",
+        )
         self._lines += [
-            "  " + " ".join(parts), f"      : ({', '.join(types)}) -> ({result_types})", f"      # scope: ({scope})",
-            *(f"      # In file {line}/" for line in code),
+            "".join(parts), f"      : ({_listed(operands, 1)}) -> ({', '.join(types)})",
+            f"      # scope: ({scope})", *(f"      # In file {line}/" for line in code),
         ]  # fmt: skip
+        return [number] if len(types) == 1 else [f"{number}[{i}]" for i in range(len(types))]
 
-    def _type(self, arg: Any) -> str:
+    def _shown(self, arg: Any) -> tuple[str, str]:
+        """Return the text and the type of an argument. A parameter is loaded first ("U" orders reads and writes)."""
         if isinstance(arg, Ref):
-            return tensor_text(*self._types[arg.name])
-        if isinstance(arg, tuple) and any(isinstance(item, Ref) for item in arg):
-            return f"<Tuple[{', '.join(map(self._type, arg))}]>"
-        return constant_text(arg)
-
-    def _text(self, operand: Any) -> str:
-        if isinstance(operand, Ref):
-            return self._numbers[operand.name]
-        if isinstance(operand, tuple):
-            inner = ", ".join(map(self._text, operand))
-            return f"({inner},)" if len(operand) == 1 else f"({inner})"
-        return attribute(operand)
+            value = self._values[arg.name]
+            if value.reference:
+                operands, key = [(value.text, value.reference), ("U", "<UMonad>")], value.text.partition("_")[2]
+                (value.text,) = self._print("Load", operands, [value.type], self.origins.root, variable=key)
+                value.reference = ""
+            return value.text, value.type
+        if not isinstance(arg, tuple):
+            return attribute(arg), f"<{CONSTANTS.get(type(arg), 'None')}>"
+        items = [self._shown(item) for item in arg]
+        text = f"({_listed(items, 0)}{',' * (len(items) == 1)})"
+        if any(isinstance(item, Ref) for item in arg):
+            return text, f"<Tuple[{_listed(items, 1)}]>"
+        kinds = {kind[1:-1] for _, kind in items}
+        return text, f"<Tuple[{kinds.pop()}*{len(arg)}]>" if len(kinds) == 1 else f"<Tuple*{len(arg)}>"
 
     def text(self, outputs: tuple[Any, ...]) -> Iterator[str]:
         """Yield the parameters, the operators and the return statement."""
-        for name, key in self.keys.items():
-            dtype, shape = self._types[name]
-            is_reference = self._kinds[name] in ("parameter", "buffer")
-            shown = reference_text(dtype, shape, key) if is_reference else tensor_text(dtype, shape)
-            yield f"{self._numbers[name]} : {shown}"
-        returned = tuple(map_refs(output, lambda name: Ref(self.use(name))) for output in outputs)
-        yield from ("subgraph @construct() {", *self._lines)
-        yield f"  Return({', '.join(map(self._text, returned))})"
-        yield "}"
+        returned = _listed([self._shown(output) for output in outputs], 0)
+        yield from (*self._parameters, "subgraph @construct() {", *self._lines, f"  Return({returned})", "}")
+
+
+def _listed(items: Sequence[tuple[str, str]], part: int) -> str:
+    return ", ".join(item[part] for item in items)
 
 
 def attribute(value: Any) -> str:
@@ -145,38 +138,7 @@ def attribute(value: Any) -> str:
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
-def inputs(target: OpOverload, count: int) -> tuple[str, ...]:
-    """Return the names of an operator's first inputs."""
-    names = tuple("x" if argument.name == "self" else argument.name for argument in target._schema.arguments)
-    return INPUTS.get(operator(target), names)[:count]
-
-
-def dtype_text(of: torch.dtype) -> str:
-    return TYPES.get(of) or str(of).removeprefix("torch.").capitalize()
-
-
-def tensor_text(of: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"<Tensor[{dtype_text(of)}], {shape_text(shape)}>"
-
-
-def reference_text(of: torch.dtype, shape: tuple[int, ...], key: str) -> str:
-    """Return the type of a parameter."""
-    return f"<Ref[Tensor[{dtype_text(of)}]], {shape_text(shape)}, ref_key=:{key}>"
-
-
-def constant_text(value: Any) -> str:
-    """Return the type of an operand that is not a tensor."""
-    if isinstance(value, tuple):
-        kinds = {constant_text(item)[1:-1] for item in value}
-        return f"<Tuple[{kinds.pop()}*{len(value)}]>" if len(kinds) == 1 else f"<Tuple*{len(value)}>"
-    return {bool: "<Bool>", int: "<Int64>", float: "<Float64>", str: "<String>"}.get(type(value), "<None>")
-
-
-def shape_text(shape: tuple[int, ...]) -> str:
-    """Return ``(16)`` for one dim, as in the reference."""
-    return f"({', '.join(map(str, shape))})"
-
-
-def hashed(*parts: object) -> int:
-    """Return the number in the name of an inserted operator. It is the same on every rank and in every run."""
-    return gnu_hash(" ".join(map(str, parts)).encode())
+def tensor_text(dtype: torch.dtype, shape: Shape) -> str:
+    """Return ``<Tensor[Float32], (16)>``: the reference writes one dim without a comma."""
+    kind = TYPES.get(dtype) or str(dtype).removeprefix("torch.").capitalize()
+    return f"<Tensor[{kind}], ({', '.join(map(str, shape))})>"

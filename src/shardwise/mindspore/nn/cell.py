@@ -75,21 +75,14 @@ class Cell(nn.Module):
         return calls.again(self._computed, args, kwargs) if self._again else self._computed(*args, **kwargs)
 
     def _computed(self, *args: Any, **kwargs: Any) -> Any:
-        if self._float is None:
-            result = self._constructed(*args, **kwargs)
-        else:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
-            with self._parameters_cast():
-                result = self._constructed(*args, **kwargs)
-        if self._returns is None:
-            return result
-        return pytree.tree_map_only(torch.Tensor, lambda x: x.to(self._returns) if x.is_floating_point() else x, result)
-
-    def _constructed(self, *args: Any, **kwargs: Any) -> Any:
-        if self._own_backward is not None:
-            return own_backward.applied(self, self._own_backward, args, kwargs)
-        with in_words():
-            return self.construct(*args, **kwargs)
+        args, kwargs = _cast((args, kwargs), self._float)
+        with self._parameters_cast():
+            if self._own_backward is not None:
+                result = own_backward.applied(self, self._own_backward, args, kwargs)
+            else:
+                with in_words():
+                    result = self.construct(*args, **kwargs)
+        return _cast(result, self._returns)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if calls.is_outermost():
@@ -183,19 +176,14 @@ class Cell(nn.Module):
         return self
 
     add_flags_recursive = set_jit_config = set_boost = set_broadcast_flag = set_acc = flatten_weights = add_flags
-    update_cell_type = set_param_ps = offload = set_grad = set_comm_fusion = add_flags
+    update_cell_type = set_param_ps = offload = set_grad = set_comm_fusion = compile = add_flags
     phase, param_prefix = "train", ""  # kept for programs that read them
     cls_name = property(lambda self: type(self).__name__)
-
-    def compile(self, *inputs: Any, **settings: Any) -> None:
-        """Do nothing; kept for programs that call it. A split cell is captured in its first call."""
 
     def get_flags(self) -> dict[str, Any]:
         return {}
 
-    def extend_repr(self) -> str:
-        """Return text that is printed after the cell's name: torch's ``extra_repr``."""
-        return ""
+    extend_repr = nn.Module.extra_repr  # text that is printed after the cell's name
 
     def extra_repr(self) -> str:
         return self.extend_repr()
@@ -230,27 +218,22 @@ class Cell(nn.Module):
         """Compute in ``float16``, ``bfloat16`` or ``float32`` in this cell and all cells inside. Inputs and parameters
         are cast where they are used. The parameters, their gradients and their updates keep their dtype."""
         if dtype not in FLOATS:
-            names = ", ".join(str(allowed).removeprefix("torch.") for allowed in FLOATS)
-            fix = f"one of {names}; net.to(dtype) converts the parameters"
+            fix = f"one of {', '.join(map(str, FLOATS))}; net.to(dtype) converts the parameters"
             raise ValueError(problem(f"to_float({dtype})", op=type(self).__name__, fix=fix))
         for module in self.modules():
             if isinstance(module, Cell):
                 module._float = dtype
         return self
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._float) if tensor.is_floating_point() else tensor
-
     @contextmanager
     def _parameters_cast(self) -> Iterator[None]:
         """Replace the parameters of this cell, and of torch modules in it, by casts. Inner cells cast their own."""
-        owners, masters = [self, *_torch_modules(self)], []
+        masters: list[tuple[nn.Module, dict[str, Any]]] = []
+        is_cast = self._float is not None and self.casts_parameters
         try:
-            for owner in owners if self.casts_parameters else ():
+            for owner in (self, *_torch_modules(self)) if is_cast else ():
                 masters.append((owner, dict(owner._parameters)))
-                for name, parameter in masters[-1][1].items():
-                    if parameter is not None:
-                        owner._parameters[name] = self._cast(parameter)  # type: ignore[assignment]  # no Parameter
+                owner._parameters.update(_cast(masters[-1][1], self._float))
             yield
         finally:
             for owner, parameters in masters:
@@ -295,6 +278,13 @@ class Cell(nn.Module):
     pipeline_stage, pipeline_segment = _number("pipeline_stage", "_stage"), _number("pipeline_segment", "_segment")
 
 
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """Convert the floating tensors in a tree to a dtype; None: leave them."""
+    if dtype is None:
+        return values
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
+
+
 def _torch_modules(cell: nn.Module) -> Iterator[nn.Module]:
     """Yield the torch modules of a cell, but not those of its inner cells."""
     for child in cell.children():
@@ -332,7 +322,7 @@ class SequentialCell(Cell, nn.Sequential):
 
     def __delitem__(self, index: int | slice) -> None:
         """Remove cells. The others keep their names, by which checkpoints know them."""
-        chosen = list(self._modules)[index]
+        chosen = [*self._modules][index]
         for name in [chosen] if isinstance(chosen, str) else chosen:
             del self._modules[name]
 
@@ -348,8 +338,7 @@ class CellList(nn.ModuleList):
     cells = nn.Module.children
 
     def __init__(self, *cells: Any) -> None:
-        listed = cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else cells
-        super().__init__(listed)
+        super().__init__(cells[0] if len(cells) == 1 and isinstance(cells[0], (list, tuple)) else cells)
 
 
 class CellDict(nn.ModuleDict):

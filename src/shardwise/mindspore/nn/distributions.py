@@ -19,39 +19,32 @@ from shardwise.mindspore.named import TABLES
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.tensor import as_torch
 
-Tensor = torch.Tensor
-Made = Callable[..., Any]
-
 
 class Distribution(Cell):
     """Base of distributions: ``parameters_of`` are the names of its parameters, ``make`` is torch's class."""
 
     parameters_of: ClassVar[tuple[str, ...]] = ()
-    make: Made
+    make: Callable[..., Any]
 
     def __init__(self, *values: Any, seed: int | None = None, dtype: Any = None, name: str = "", **named: Any) -> None:
         super().__init__()
-        self.default, self.seed, self.name = (
-            dict.fromkeys(self.parameters_of) | self._by_name(values, named),
-            seed,
-            name,
-        )
+        self.default, self.seed, self.name = self._by_name(values, named), seed, name
 
     def _by_name(self, values: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        if len(values) > len(self.parameters_of) or (foreign := named.keys() - set(self.parameters_of)):
-            wrong = ", ".join(sorted(foreign)) if len(values) <= len(self.parameters_of) else repr(values[-1])
-            what = f"{type(self).__name__} has no parameter {wrong}"
+        wrong = [*map(repr, values[len(self.parameters_of) :]), *sorted(named.keys() - set(self.parameters_of))]
+        if wrong:
+            what = f"{type(self).__name__} has no parameter {wrong[0]}"
             raise TypeError(problem(what, fix=f"its parameters are {', '.join(self.parameters_of)}"))
-        return dict(zip(self.parameters_of, values, strict=False)) | named
+        by_name = dict(zip(self.parameters_of, values, strict=False)) | named
+        return {name: value for name, value in by_name.items() if value is not None}
 
     def of(self, *values: Any, **named: Any) -> Any:
         """Return torch's distribution with these parameters, or the defaults of the constructor."""
-        given = {name: value for name, value in self._by_name(values, named).items() if value is not None}
-        chosen = self.default | given
-        if missing := [name for name in self.parameters_of if chosen[name] is None]:
+        chosen = self.default | self._by_name(values, named)
+        if missing := [name for name in self.parameters_of if name not in chosen]:
             what = f"{type(self).__name__} has no {missing[0]}"
             raise ValueError(problem(what, fix="give it here or in the constructor"))
-        tensors = [value if isinstance(value, Tensor) else as_torch(value) for value in chosen.values()]
+        tensors = [as_torch(chosen[name]) for name in self.parameters_of]
         floats = [value if value.is_floating_point() else value.float() for value in tensors]
         return type(self).make(*floats, validate_args=not torch.compiler.is_exporting())  # capture has no data to check
 
@@ -70,40 +63,36 @@ class Distribution(Cell):
 
     def cross_entropy(self, dist: str, *parameters: Any) -> Any:
         """Return the entropy plus the divergence KL(self || other)."""
-        divergence = self.kl_loss(dist, *parameters)
-        return divergence + outside(self.of(*parameters[len(self.parameters_of) :]).entropy())
+        return self.kl_loss(dist, *parameters) + self.entropy(*parameters[len(self.parameters_of) :])
 
     def construct(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the method of that name."""
         return getattr(self, name)(*args, **kwargs)
 
 
-def _method(name: str, function: Callable[..., Any], *, has_value: bool) -> Callable[..., Any]:
-    """Return a method: ``function`` of torch's distribution, and of its first argument if ``has_value``."""
+def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method: ``function`` of torch's distribution, and of the method's first argument if it takes two."""
 
-    def answer(self: Distribution, distribution: Any, *value: Any) -> Any:
+    def computed(self: Distribution, *operands: Any) -> Any:
         try:
-            return outside(function(distribution, *value))
+            return outside(function(*operands))
         except NotImplementedError as error:
             what = f"{type(self).__name__} has no {name}: torch.distributions does not compute it"
             raise NotImplementedError(problem(what, fix="write it from log_prob or prob")) from error
 
-    if has_value:
-        return lambda self, value, *parameters, **named: answer(self, self.of(*parameters, **named), as_torch(value))
-    return lambda self, *parameters, **named: answer(self, self.of(*parameters, **named))
+    if function.__code__.co_argcount == 2:
+        return lambda self, value, *parameters, **named: computed(self, self.of(*parameters, **named), as_torch(value))
+    return lambda self, *parameters, **named: computed(self, self.of(*parameters, **named))
 
 
-_OF_VALUE: dict[str, Callable[[Any, Any], Any]] = {
+_METHODS: dict[str, Callable[..., Any]] = {
     "log_prob": lambda d, x: d.log_prob(x), "prob": lambda d, x: d.log_prob(x).exp(), "cdf": lambda d, x: d.cdf(x),
     "log_cdf": lambda d, x: d.cdf(x).log(), "survival_function": lambda d, x: 1 - d.cdf(x),
-    "log_survival": lambda d, x: torch.log1p(-d.cdf(x)),
+    "log_survival": lambda d, x: torch.log1p(-d.cdf(x)), "mean": lambda d: d.mean, "sd": lambda d: d.stddev,
+    "var": lambda d: d.variance, "mode": lambda d: d.mode, "entropy": lambda d: d.entropy(),
 }  # fmt: skip
-_OF_ALL: dict[str, Callable[[Any], Any]] = {
-    "mean": lambda d: d.mean, "sd": lambda d: d.stddev, "var": lambda d: d.variance, "mode": lambda d: d.mode,
-    "entropy": lambda d: d.entropy(),
-}  # fmt: skip
-for _name, _function in (_OF_VALUE | _OF_ALL).items():
-    setattr(Distribution, _name, _method(_name, _function, has_value=_name in _OF_VALUE))
+for _name, _function in _METHODS.items():
+    setattr(Distribution, _name, _method(_name, _function))
 
 CLASSES = {
     name: type(name, (Distribution,), {

@@ -14,17 +14,18 @@ from shardwise.mindspore import calls, context
 from shardwise.mindspore.checks import channels_first, from_on
 from shardwise.mindspore.common.initializer import CLASSES as INITIALIZERS
 from shardwise.mindspore.common.initializer import initializer
+from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.named import SETTINGS, WithSettings
-from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
+from shardwise.mindspore.nn.simple import get_activation
 from shardwise.mindspore.ops import images
+from shardwise.mindspore.ops.communication import AllReduce
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
+from shardwise.mindspore.ops.reductions import CLASSES as REDUCTIONS
 from shardwise.mindspore.ops.shape import CLASSES as SHAPES
 from shardwise.mindspore.tensor import Parameter
-
-HE = math.sqrt(5)  # with it, He's bound is sqrt(1 / fan_in)
 
 
 def positive(layer: str, **sizes: Any) -> None:
@@ -32,17 +33,24 @@ def positive(layer: str, **sizes: Any) -> None:
         from_on(f"{layer}: {name}", size, 1)
 
 
-def _weight(init: Any, shape: list[int], dtype: torch.dtype) -> Parameter:
-    return Parameter(initializer(INITIALIZERS["HeUniform"](HE) if init is None else init, shape, dtype), "weight")
-
-
-def _bias(init: Any, size: int, fan_in: int, dtype: torch.dtype) -> Parameter:
-    init = INITIALIZERS["Uniform"](1 / math.sqrt(fan_in)) if init is None else init
-    return Parameter(initializer(init, [size], dtype), "bias")
-
-
 class Layer(WithSettings, Cell):
     """A cell whose constructor arguments are those of its class statement."""
+
+    def _set_weights(self, shape: list[int], weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
+        """Set ``weight``, and ``bias``, which is None without ``has_bias``. Initial values depend on the fan-in."""
+        default = INITIALIZERS["HeUniform"](math.sqrt(5))  # its bound is sqrt(1 / fan_in)
+        weight = initializer(default if weight_init is None else weight_init, shape, dtype)
+        self.weight, bias = Parameter(weight, "weight"), None
+        if self.has_bias:
+            default = INITIALIZERS["Uniform"](1 / math.sqrt(math.prod(shape[1:])))
+            values = initializer(default if bias_init is None else bias_init, [self.out_channels], dtype)
+            bias = Parameter(values, "bias")
+        self.register_parameter("bias", bias)
+        self.bias_add = BiasAdd()
+
+    def _set_scales(self, shape: list[int], gamma: Any, beta: Any, dtype: torch.dtype, learned: bool = True) -> None:
+        self.gamma = Parameter(initializer(gamma, shape, dtype), "gamma", requires_grad=learned)
+        self.beta = Parameter(initializer(beta, shape, dtype), "beta", requires_grad=learned)
 
 
 class Dense(Layer, **SETTINGS["nn.Dense"]):
@@ -50,10 +58,7 @@ class Dense(Layer, **SETTINGS["nn.Dense"]):
 
     def _settle(self, weight_init: Any, bias_init: Any, activation: Any, dtype: torch.dtype) -> None:
         positive("Dense", in_channels=self.in_channels, out_channels=self.out_channels)
-        self.weight = _weight(weight_init, [self.out_channels, self.in_channels], dtype)
-        bias = _bias(bias_init, self.out_channels, self.in_channels, dtype) if self.has_bias else None
-        self.register_parameter("bias", bias)
-        self.bias_add = BiasAdd()
+        self._set_weights([self.out_channels, self.in_channels], weight_init, bias_init, dtype)
         self.matmul, self.reshape = MatMul(transpose_b=True), SHAPES["Reshape"]()
         self.activation = get_activation(activation) if isinstance(activation, str) else activation
 
@@ -128,44 +133,37 @@ class EmbeddingLookup(_Table, **SETTINGS["nn.EmbeddingLookup"]):
 
 
 class _Convolution(Layer):
-    """Common base of convolutions."""
+    """Common base of convolutions. ``convolved`` computes one without its bias, which is added by an operator."""
 
-    title, is_transposed = "", False
+    is_transposed = False
     kernel_size: Any
     stride: Any
     dilation: Any
 
     def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
         first, second, group = self.out_channels, self.in_channels, self.group
-        positive(self.title, in_channels=second, out_channels=first, group=group)
+        positive(type(self).__name__, in_channels=second, out_channels=first, group=group)
         if first % group or second % group:
-            what = f"{self.title}: group {group} does not divide {second} and {first} channels"
+            what = f"{type(self).__name__}: group {group} does not divide {second} and {first} channels"
             raise ValueError(problem(what, fix="a divisor"))
         for name in ("kernel_size", "stride", "dilation"):
             setattr(self, name, self._sizes(name, getattr(self, name)))
         first, second = (second, first) if self.is_transposed else (first, second)
-        shape = [first, second // group, *self.kernel_size]
-        self.weight = _weight(weight_init, shape, dtype)
-        bias = _bias(bias_init, self.out_channels, math.prod(shape[1:]), dtype) if self.has_bias else None
-        self.register_parameter("bias", bias)
+        self._set_weights([first, second // group, *self.kernel_size], weight_init, bias_init, dtype)
 
     def _sizes(self, name: str, value: Any) -> tuple[int, ...]:
         return images.pair(name, value)
 
+    def convolved(self, x: Any) -> Any:
+        raise NotImplementedError
 
-class _OfImages(_Convolution):
-    """Common base of image convolutions: the bias is added by a separate operator."""
-
-    def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
-        super()._settle(weight_init, bias_init, dtype)
-        if self.has_bias:
-            self.bias_add = BiasAdd()
+    def construct(self, x: Any) -> Any:
+        y = self.convolved(x)
+        return self.bias_add(y, self.bias) if self.has_bias else y
 
 
-class Conv2d(_OfImages, **SETTINGS["nn.Conv2d"]):
+class Conv2d(_Convolution, **SETTINGS["nn.Conv2d"]):
     """Convolution of images (N, C, H, W), with a weight of (out, in / group, height, width)."""
-
-    title = "Conv2d"
 
     def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, data_format: str = "NCHW") -> None:
         super()._settle(weight_init, bias_init, dtype)
@@ -174,9 +172,8 @@ class Conv2d(_OfImages, **SETTINGS["nn.Conv2d"]):
             dilation=self.dilation, group=self.group, data_format=data_format,
         )  # fmt: skip
 
-    def construct(self, x: Any) -> Any:
-        x = self.conv2d(x, self.weight)
-        return self.bias_add(x, self.bias) if self.has_bias else x
+    def convolved(self, x: Any) -> Any:
+        return self.conv2d(x, self.weight)
 
 
 class _OfRows(Layer):
@@ -198,25 +195,22 @@ class Conv1d(_OfRows, Conv2d, **SETTINGS["nn.Conv1d"]):
 class Conv3d(_Convolution, **SETTINGS["nn.Conv3d"]):
     """Convolution of volumes (N, C, D, H, W), with a weight of (out, in / group, depth, height, width)."""
 
-    title = "Conv3d"
-
-    def _settle(
-        self, weight_init: Any, bias_init: Any, dtype: torch.dtype, padding: Any = 0, data_format: str = "NCDHW"
-    ) -> None:
-        self.sides = (padding,) * 6 if isinstance(padding, int) else tuple(padding)
-        super()._settle(weight_init, bias_init, dtype)
-
     def _sizes(self, name: str, value: Any) -> tuple[int, ...]:
         return (value,) * 3 if isinstance(value, int) else tuple(value)
 
-    def construct(self, x: Any) -> Any:
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Return ``padding`` of the six sides."""
+        return (self.padding,) * 6 if isinstance(self.padding, int) else tuple(self.padding)
+
+    def convolved(self, x: Any) -> Any:
         sides = self.sides if self.pad_mode == "pad" else (0,) * 6
         if self.pad_mode == "same":
             reach = [(k - 1) * d + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True)]
             sides = tuple(n for i in range(3) for n in images.same_padding(x.shape[2 + i], reach[i], self.stride[i]))
         if any(sides):
             x = F.pad(x, (*sides[4:], *sides[2:4], *sides[:2]))
-        return F.conv3d(x, self.weight, self.bias if self.has_bias else None, self.stride, 0, self.dilation, self.group)
+        return F.conv3d(x, self.weight, None, self.stride, 0, self.dilation, self.group)
 
 
 class Conv3dTranspose(Conv3d, **SETTINGS["nn.Conv3dTranspose"]):
@@ -224,17 +218,16 @@ class Conv3dTranspose(Conv3d, **SETTINGS["nn.Conv3dTranspose"]):
 
     is_transposed = True
 
-    def construct(self, x: Any) -> Any:
+    def convolved(self, x: Any) -> Any:
         sizes = self.stride, self.pad_mode, self.sides, self.output_padding, self.dilation, self.group
-        y = images.transposed(x, self.weight, *sizes)
-        return y + self.bias.reshape(-1, 1, 1, 1) if self.has_bias else y
+        return images.transposed(x, self.weight, *sizes)
 
 
-class Conv2dTranspose(_OfImages, **SETTINGS["nn.Conv2dTranspose"]):
+class Conv2dTranspose(_Convolution, **SETTINGS["nn.Conv2dTranspose"]):
     """The transposed convolution, with a weight of (in, out / group, height, width). Mode "same" enlarges images by the
     stride. ``output_padding``: rows and columns of zeros behind the result, as in the reference."""
 
-    title, is_transposed = "Conv2dTranspose", True
+    is_transposed = True
 
     def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, output_padding: images.Sizes = 0) -> None:
         self.output_padding = images.pair("output_padding", output_padding, 0)
@@ -244,16 +237,16 @@ class Conv2dTranspose(_OfImages, **SETTINGS["nn.Conv2dTranspose"]):
             dilation=self.dilation, group=self.group,
         )  # fmt: skip
 
-    def construct(self, x: Any) -> Any:
-        operator = self.conv2d_transpose
-        sizes = []
+    def convolved(self, x: Any) -> Any:
+        operator, sizes = self.conv2d_transpose, []
         for dim in (0, 1):
             reach, sides = (self.kernel_size[dim] - 1) * self.dilation[dim] + 1, operator.pad[2 * dim : 2 * dim + 2]
             sizes.append(images.grown(x.shape[2 + dim], reach, self.stride[dim], operator.pad_mode, sides, 0)[1])
-        x = operator(x, self.weight, (x.shape[0], self.out_channels, *sizes))
-        x = self.bias_add(x, self.bias) if self.has_bias else x
-        height, width = self.output_padding
-        return F.pad(x, (0, width, 0, height)) if height or width else x
+        return operator(x, self.weight, (x.shape[0], self.out_channels, *sizes))
+
+    def construct(self, x: Any) -> Any:
+        y, (height, width) = super().construct(x), self.output_padding
+        return F.pad(y, (0, width, 0, height)) if height or width else y
 
 
 class Conv1dTranspose(_OfRows, Conv2dTranspose, **SETTINGS["nn.Conv1d"]):
@@ -316,7 +309,138 @@ class AvgPool2d(_Pool2d):
     operator, attribute, function = images.AvgPool, "avg_pool", staticmethod(F.avg_pool2d)
 
 
+# -- normalisations ----------------------------------------------------------------------------------------------------
+
+
+class _Scaled(Layer):
+    """Base of normalisations that multiply by gamma and add beta, by default one of each per channel."""
+
+    channels = "num_features"  # the setting of their number
+
+    def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
+        size = getattr(self, self.channels)
+        positive(type(self).__name__, **{self.channels: size})
+        self._set_scales([size], gamma_init, beta_init, dtype, affine)
+
+
+class _BatchNorm(_Scaled, **SETTINGS["nn.BatchNorm"]):
+    """Batch normalisation per channel (dim 1). Training uses the batch's statistics and mixes them into the moving ones
+    with weight ``1 - momentum``; evaluation uses the moving ones. ``use_batch_statistics`` overrides this choice."""
+
+    dims: tuple[int, ...]
+    statistics = ("moving_mean", "moving_variance")  # parameters to the reference
+    casts_parameters = False  # moving statistics and their sums keep their precision
+
+    def _settle(
+        self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype, moving_mean_init: Any = "zeros",
+        moving_var_init: Any = "ones", data_format: str = "NCHW",
+    ) -> None:  # fmt: skip
+        super()._settle(affine, gamma_init, beta_init, dtype)
+        if not 0 <= self.momentum <= 1:
+            raise ValueError(problem(f"momentum is {self.momentum}", fix="a number from 0 to 1"))
+        channels_first(type(self).__name__, data_format)
+        self.moving_mean: torch.Tensor
+        self.moving_variance: torch.Tensor
+        for name, init in zip(self.statistics, (moving_mean_init, moving_var_init), strict=True):
+            values = initializer(init, [self.num_features], dtype)
+            self.register_buffer(name, Parameter(values, name, requires_grad=False))
+        self.bn_train = self.bn_infer = Inner("n c b..., c, c, c, c")
+
+    def construct(self, x: Any) -> Any:
+        if x.dim() not in self.dims:
+            what = f"{type(self).__name__} got an input of shape {list(x.shape)}"
+            raise ValueError(problem(what, fix=f"one of {self.dims} dims"))
+        batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
+        mean, variance = self.moving_mean, self.moving_variance
+        weight = 0.0 if calls.is_again() else 1 - self.momentum
+        wide = x if self._float is None else x.to(mean.dtype)
+
+        def normalised(x: Any, gamma: Any, beta: Any, mean: Any, variance: Any) -> Any:
+            return F.batch_norm(x, mean, variance, gamma, beta, batch, weight, self.eps)
+
+        return self.bn_train(normalised, wide, self.gamma, self.beta, mean, variance).to(x.dtype)
+
+
+BatchNorm1d, BatchNorm2d, BatchNorm3d = (
+    type(f"BatchNorm{n}d", (_BatchNorm,), {"dims": dims, "__module__": __name__, "__doc__": _BatchNorm.__doc__})
+    for n, dims in ((1, (2, 3)), (2, (4,)), (3, (5,)))
+)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm over the rows of all ranks in data_parallel mode. (Statistics of split cells always cover all rows.)
+    ``process_groups`` is accepted: all ranks share their statistics."""
+
+    dims = (2, 3, 4, 5)
+
+    def __init__(self, num_features: int, *args: Any, process_groups: Any = None, **kwargs: Any) -> None:
+        super().__init__(num_features, *args, **kwargs)
+
+    def construct(self, x: Any) -> Any:
+        batch = self.training if self.use_batch_statistics is None else self.use_batch_statistics
+        if not batch or calls.is_split() or find_group().size == 1:
+            return super().construct(x)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        count = x.numel() // x.shape[1]
+        moments = torch.stack([x.sum(dims), x.square().sum(dims), torch.full_like(self.gamma, count)])
+        total, squares, count = AllReduce()(moments)
+        mean = total / count
+        variance = squares / count - mean.square()
+        with torch.no_grad():
+            weight = 0.0 if calls.is_again() else 1 - self.momentum
+            self.moving_mean.lerp_(mean, weight)
+            self.moving_variance.lerp_(variance * count / (count - 1), weight)
+        shape = (1, -1, *(1,) * (x.dim() - 2))
+        scale = self.gamma * torch.rsqrt(variance + self.eps)
+        return x * scale.reshape(shape) + (self.beta - mean * scale).reshape(shape)
+
+
+class _InstanceNorm(_Scaled, **SETTINGS["nn.InstanceNorm"]):
+    """Normalisation per sample and channel, times gamma plus beta."""
+
+    def construct(self, x: Any) -> Any:
+        return F.instance_norm(x, weight=self.gamma, bias=self.beta, eps=self.eps)
+
+
+InstanceNorm1d, InstanceNorm2d, InstanceNorm3d = (
+    type(f"InstanceNorm{dims}d", (_InstanceNorm,), {"__module__": __name__, "__doc__": _InstanceNorm.__doc__})
+    for dims in (1, 2, 3)
+)
+
+
+class LayerNorm(Layer, **SETTINGS["nn.LayerNorm"]):
+    """Normalisation over the last dims, times gamma plus beta."""
+
+    def _settle(self, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
+        shape = self.normalized_shape
+        if not isinstance(shape, (tuple, list)):
+            raise TypeError(problem(f"LayerNorm: normalized_shape is {shape!r}", fix=f"a tuple: ({shape},)"))
+        self._set_scales(list(shape), gamma_init, beta_init, dtype)
+        self.layer_norm = REDUCTIONS["LayerNorm"](self.begin_norm_axis, self.begin_params_axis, self.epsilon)
+
+    def construct(self, x: Any) -> Any:
+        y, _, _ = self.layer_norm(x, self.gamma, self.beta)
+        return y
+
+
+class GroupNorm(_Scaled, **SETTINGS["nn.GroupNorm"]):
+    """Normalisation over groups of channels."""
+
+    channels = "num_channels"
+
+    def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
+        super()._settle(affine, gamma_init, beta_init, dtype)
+        positive("GroupNorm", num_groups=self.num_groups)
+        if self.num_channels % self.num_groups:
+            what = f"GroupNorm: {self.num_groups} groups of {self.num_channels} channels: not whole"
+            raise ValueError(problem(what, fix="a divisor"))
+
+    def construct(self, x: Any) -> Any:
+        return F.group_norm(x, self.num_groups, self.gamma, self.beta, self.eps)
+
+
 __all__ = [
-    "AvgPool2d", "Conv1d", "Conv1dTranspose", "Conv2d", "Conv2dTranspose", "Conv3d", "Conv3dTranspose", "Dense",
-    "Dropout", "Embedding", "EmbeddingLookup", "MaxPool2d",
+    "AvgPool2d", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Conv1d", "Conv1dTranspose", "Conv2d", "Conv2dTranspose",
+    "Conv3d", "Conv3dTranspose", "Dense", "Dropout", "Embedding", "EmbeddingLookup", "GroupNorm", "InstanceNorm1d",
+    "InstanceNorm2d", "InstanceNorm3d", "LayerNorm", "MaxPool2d", "SyncBatchNorm",
 ]  # fmt: skip

@@ -88,16 +88,42 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
         return self.get_loss(self.softmax_cross_entropy(logits, labels.to(logits.dtype))[0])
 
 
+def _focal(logits: Any, labels: Any, weight: Any, gamma: float, reduction: str) -> Any:
+    """Return (1 - p)^gamma times the cross entropy (Lin et al. 2017, equation 5), over classes in dim 1."""
+    classes = labels.long() if labels.dim() < logits.dim() else labels.squeeze(1).long()
+    logarithm = logits.log_softmax(1).gather(1, classes.unsqueeze(1)).squeeze(1)
+    loss = -((1 - logarithm.exp()) ** gamma) * logarithm
+    return reduced(loss if weight is None else loss * as_torch(weight)[classes], reduction)
+
+
+def _dice(logits: Any, label: Any, smooth: float) -> Any:
+    both, squares = (logits * label).sum(), logits.square().sum() + label.square().sum()
+    return 1 - 2 * both / (squares + smooth)
+
+
 # Labels are class indices over dim 1 (cross entropy also takes probabilities), or probabilities in binary ones.
 CLASSES = classes_of({
-    **of_functions(TABLES["nn"]["losses_of_labels"]),
-    "L1Loss": lambda logits, labels, *, reduction="mean": reduced((logits - labels).abs(), reduction),
-    "MAELoss": lambda logits, labels, *, reduction="mean": reduced((logits - labels).abs(), reduction),
+    **of_functions(TABLES["nn"]["losses"]),
+    **dict.fromkeys(("L1Loss", "MAELoss"), lambda logits, labels, *, reduction="mean": reduced(
+        (logits - labels).abs(), reduction)),
     "MSELoss": lambda logits, labels, *, reduction="mean": reduced((logits - labels).square(), reduction),
     "SmoothL1Loss": (None, lambda logits, labels, *, beta=1.0, reduction="none": F.smooth_l1_loss(
-            logits, labels, beta=beta, reduction=reduction),
-        {"checks": {"beta": within(0, math.inf, "a number above 0")}}),
+        logits, labels, beta=beta, reduction=reduction), {"checks": {"beta": within(0, math.inf, "a number above 0")}}),
+    "CTCLoss": lambda log_probs, targets, input_lengths, target_lengths, *, blank=0, reduction="mean",
+    zero_infinity=False: F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
+    "DiceLoss": lambda logits, labels, *, smooth=1e-5: _dice(logits, labels, smooth),
+    "FocalLoss": lambda logits, labels, *, weight=None, gamma=2.0, reduction="mean": _focal(
+        logits, labels, weight, gamma, reduction),
+    "MultilabelMarginLoss": lambda x, target, *, reduction="mean": F.multilabel_margin_loss(
+        x, target.long(), reduction=reduction),
+    "MultiMarginLoss": lambda x, target, *, p=1, margin=1.0, reduction="mean", weight=None: F.multi_margin_loss(
+        x, target.long(), p, margin, weight, reduction=reduction),
+    "RMSELoss": lambda logits, labels: (logits - labels).square().mean().sqrt(),
+    "TripletMarginLoss": lambda x, positive, negative, own_margin=None, *, p=2, swap=False, eps=1e-6, reduction="mean",
+    margin=1.0: F.triplet_margin_loss(
+        x, positive, negative, float(margin if own_margin is None else own_margin), p, eps, swap, reduction=reduction),
 }, LossOfFunction, __name__)  # fmt: skip
+CLASSES["KLDivLoss"].reductions = (*REDUCTIONS, "batchmean")
 globals().update(CLASSES)
 
 __all__ = ["LossBase", "SoftmaxCrossEntropyWithLogits", *CLASSES]

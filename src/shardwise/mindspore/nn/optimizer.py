@@ -1,7 +1,10 @@
-"""Torch optimizers, called with gradients. They update the local tensors of parameters: whole tensors or shards."""
+"""Torch optimizers, called with gradients, and schedules of learning rates. Optimizers update the local tensors of
+parameters: whole tensors or shards."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -12,10 +15,10 @@ from torch import nn
 from shardwise import rank
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context, rank_groups
-from shardwise.mindspore.checks import not_negative, note
+from shardwise.mindspore.checks import from_on, not_negative, note
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, holding_of, own_shard
-from shardwise.mindspore.named import WithSettings
+from shardwise.mindspore.named import Function, WithSettings, bound_to, classes_of, signature_of
 from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor, as_ours
@@ -92,11 +95,10 @@ class Optimizer:
         """Return the learning rate of a parameter in the next step; for several parameters, a list."""
         if isinstance(param, (tuple, list)):
             return [self.get_lr_parameter(parameter) for parameter in param]
-        places = [place for place, parameter in enumerate(self.parameters) if parameter is param]
-        if not places:
-            raise ValueError(problem(f"{type(self).__name__} has no {param!r}", fix="one of its parameters"))
-        rates = self.get_lr()
-        return rates[places[0]] if isinstance(rates, tuple) else rates
+        for group, rate in zip(self.groups, self.rates, strict=True):
+            if any(parameter is param for parameter in group["params"]):
+                return Tensor(rate(self._steps), torch.float64)
+        raise ValueError(problem(f"{type(self).__name__} has no {param!r}", fix="one of its parameters"))
 
     @property
     def learning_rate(self) -> Any:
@@ -178,13 +180,10 @@ class Optimizer:
         self._place_loaded()
         for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate(self._steps)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            plain = gradient.as_subclass(torch.Tensor)
-            parameter.grad = plain if self.loss_scale == 1.0 else plain / self.loss_scale
         owners = self._owners()
-        for parameter, owner in zip(self.parameters, owners, strict=True):
-            if owner not in (None, rank()):
-                parameter.grad = None
+        for parameter, gradient, owner in zip(self.parameters, gradients, owners, strict=True):
+            plain = gradient.as_subclass(torch.Tensor) if owner in (None, rank()) else None
+            parameter.grad = plain if plain is None or self.loss_scale == 1.0 else plain / self.loss_scale
         with calls.inside(), torch.no_grad():
             optimizer.step()
         for parameter, owner in zip(self.parameters, owners, strict=True):
@@ -207,8 +206,9 @@ class Optimizer:
         loads = [0] * options.devices
         owners: list[int | None] = []
         for parameter in self.parameters:
-            owners.append(None if getattr(parameter, "layerwise_parallel", False) else loads.index(min(loads)))
-            if (owner := owners[-1]) is not None:
+            is_own = getattr(parameter, "layerwise_parallel", False)
+            owners.append(None if is_own else (owner := loads.index(min(loads))))
+            if not is_own:
                 loads[owner] += parameter.numel()
         return owners
 
@@ -236,17 +236,17 @@ class Optimizer:
 
     def load_states(self, entries: dict[str, torch.Tensor]) -> list[str]:
         """Load the states of a checkpoint by their names. Return the names that were used."""
-        taken = []
-        if "global_step" in entries:
-            self._steps = int(entries["global_step"])
-            taken.append("global_step")
-        keys = {name: key for key, name in self.state_names.items()}
-        for name, parameter in self._named_parameters().items():
-            for path in [path for path in entries if path.partition(".")[2] == name]:
-                key, value = path.partition(".")[0], entries[path].detach().as_subclass(torch.Tensor).clone()
+        taken = ["global_step"] if "global_step" in entries else []
+        self._steps = int(entries.get("global_step", self._steps))
+        keys, parameters = {name: key for key, name in self.state_names.items()}, self._named_parameters()
+        for path, entry in entries.items():
+            key, _, name = path.partition(".")
+            if name in parameters:
+                parameter, key = parameters[name], keys.get(key, key)
+                value = entry.detach().as_subclass(torch.Tensor).clone()
                 state = int(value) if value.dim() == 0 and not value.is_floating_point() else value.to(parameter.device)
-                self._built().state[parameter][keys.get(key, key)] = state
-                self._loaded.append((path, parameter, keys.get(key, key), getattr(entries[path], "held", None)))
+                self._built().state[parameter][key] = state
+                self._loaded.append((path, parameter, key, getattr(entry, "held", None)))
                 taken.append(path)
         return taken
 
@@ -266,14 +266,12 @@ class Optimizer:
 
 def _by_decay(parameters: list[Any], weight_decay: float) -> list[dict[str, Any]]:
     """Return a group of the parameters that decay, and one of the others, if any decays."""
-    names = [getattr(parameter, "name", None) or "" for parameter in parameters]
-    decays = [not weight_decay or not ("beta" in name or "gamma" in name) for name in names]
-    groups = [
-        {"params": [p for p, decay in zip(parameters, decays, strict=True) if decay is kind],
-         "weight_decay": weight_decay if kind else 0.0}
-        for kind in (True, False)
-    ]  # fmt: skip
-    return [group for group in groups if group["params"]]
+    groups: tuple[list[Any], list[Any]] = [], []
+    for parameter in parameters:
+        name = getattr(parameter, "name", None) or ""
+        groups[weight_decay != 0 and ("beta" in name or "gamma" in name)].append(parameter)
+    rated = zip(groups, (weight_decay, 0.0), strict=True)
+    return [{"params": group, "weight_decay": decay} for group, decay in rated if group]
 
 
 class _Constant:
@@ -311,21 +309,30 @@ class OfSettings(WithSettings, Optimizer):
         vars(self).update(values)
 
 
-class Momentum(OfSettings, learning_rate=..., momentum=..., weight_decay=0.0, loss_scale=1.0, use_nesterov=False):
-    """v = momentum * v + gradient; parameter -= learning_rate * v (with ``use_nesterov``: Nesterov's)."""
+class _OfMomentum(OfSettings):
+    """Base of torch's SGD under two names."""
 
-    checks: ClassVar = {"momentum": not_negative}
-    state_names: ClassVar = {"momentum_buffer": "moments"}
+    dampening: Any = 0.0
+    checks: ClassVar = {"momentum": not_negative, "dampening": not_negative}
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, momentum=float(self.momentum), nesterov=self.use_nesterov)
+        momentum, dampening = float(self.momentum), float(self.dampening)
+        return torch.optim.SGD(groups, momentum=momentum, dampening=dampening, nesterov=self.nesterov)
 
 
-class SGD(OfSettings, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, loss_scale=1.0):
+class Momentum(_OfMomentum, learning_rate=..., momentum=..., weight_decay=0.0, loss_scale=1.0, use_nesterov=False):
+    """v = momentum * v + gradient; parameter -= learning_rate * v (with ``use_nesterov``: Nesterov's)."""
+
+    state_names: ClassVar = {"momentum_buffer": "moments"}
+    nesterov = property(lambda self: self.use_nesterov)
+
+
+class SGD(
+    _OfMomentum, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, loss_scale=1.0
+):
     """v = momentum * v + (1 - dampening) * gradient (at first the gradient); parameter -= learning_rate * v, or with
     ``nesterov`` learning_rate * (gradient + momentum * v)."""
 
-    checks: ClassVar = {"momentum": not_negative, "dampening": not_negative}
     state_names: ClassVar = {"momentum_buffer": "accum"}
 
     def _settle(self) -> None:
@@ -333,11 +340,99 @@ class SGD(OfSettings, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_dec
             what = f"nesterov with momentum {self.momentum} and dampening {self.dampening}"
             raise ValueError(problem(what, fix="momentum, no dampening"))
 
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        momentum, dampening = float(self.momentum), float(self.dampening)
-        return torch.optim.SGD(groups, momentum=momentum, dampening=dampening, nesterov=self.nesterov)
-
 
 def opt_init_args_register(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a constructor unchanged; the reference records its arguments."""
     return fn
+
+
+# -- learning rates: lists with one number per step (lower-case names), and functions of the step ----------------------
+
+
+def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
+    """Return a list with ``learning_rates[i]`` up to step ``milestone[i]``."""
+    if len(milestone) != len(learning_rates):
+        what = f"{len(milestone)} milestones for {len(learning_rates)} learning rates"
+        raise ValueError(problem(what, fix="one for each"))
+    per_step: list[float] = []
+    for end, rate in zip(milestone, learning_rates, strict=True):
+        if end < len(per_step) or end < 1:
+            raise ValueError(problem(f"milestone {end} is not above {len(per_step)}", fix="ascending numbers of steps"))
+        per_step += [float(rate)] * (end - len(per_step))
+    return per_step
+
+
+class LearningRateSchedule:
+    """Base of learning rates as functions of the step, from 0. Subclasses override ``construct``, which takes a tensor
+    (those of this module take a number). A call returns a tensor."""
+
+    def construct(self, global_step: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} does not define construct")
+
+    def __call__(self, global_step: Any) -> Any:
+        if type(self).__module__ == __name__:
+            return Tensor(self.construct(int(global_step)), torch.float32)
+        return self.construct(Tensor(int(global_step), torch.int32))
+
+
+class _Formula(WithSettings, LearningRateSchedule):
+    """The schedule ``function(step, **settings)``."""
+
+    function: Function
+
+    def construct(self, global_step: Any) -> float:
+        return float(type(self).function(global_step, **self._chosen()))
+
+
+def _check_range(schedule: Any) -> None:
+    if not 0 <= schedule.min_lr < schedule.max_lr:
+        what = f"min_lr is {schedule.min_lr}, max_lr {schedule.max_lr}"
+        raise ValueError(problem(what, fix="0 <= min_lr < max_lr"))
+
+
+def _share(step: int, decay_steps: int, is_stair: bool) -> float:
+    return float(step // decay_steps if is_stair else step / decay_steps)
+
+
+CLASSES = classes_of({
+    "ExponentialDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
+        learning_rate * decay_rate ** _share(step, decay_steps, is_stair)),
+    "InverseDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
+        learning_rate / (1 + decay_rate * _share(step, decay_steps, is_stair))),
+    "NaturalExpDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
+        learning_rate * math.exp(-decay_rate * (step - (step % decay_steps if is_stair else 0)))),
+    "PolynomialDecayLR": lambda step, *, learning_rate, end_learning_rate, decay_steps, power,
+    update_decay_steps=False: (learning_rate - end_learning_rate) * (1 - min(step / (
+        decay_steps * (max(math.ceil(step / decay_steps), 1) if update_decay_steps else 1)), 1.0)) ** power + (
+        end_learning_rate),
+    "WarmUpLR": lambda step, *, learning_rate, warmup_steps: learning_rate * min(step, warmup_steps) / warmup_steps,
+    "CosineDecayLR": (None, lambda step, *, min_lr, max_lr, decay_steps: min_lr + 0.5 * (max_lr - min_lr) * (
+        1 + math.cos(math.pi * (min(step, decay_steps) / decay_steps))), {"_settle": _check_range}),
+}, _Formula, __name__)  # fmt: skip
+
+
+def _by_epoch(name: str, kind: type[Any]) -> Callable[..., list[float]]:
+    """Return a schedule over epochs in place of steps, as a function that returns the rates of all steps."""
+    names = [setting.replace("_steps", "_epoch") for setting in kind.settings]
+    place = next(place for place, setting in enumerate(names) if setting in ("decay_epoch", "warmup_epoch"))
+    settings = dict(zip(names, kind.settings.values(), strict=True))
+    order = signature_of({**dict.fromkeys((*names[:place], "total_step", "step_per_epoch"), ...), **settings})
+
+    def rates(*args: Any, **kwargs: Any) -> list[float]:
+        chosen = bound_to(name, order, args, kwargs)
+        for word, value in (("total_step", chosen["total_step"]), ("step_per_epoch", chosen["step_per_epoch"]),
+                            ("epochs", chosen[names[place]])):  # fmt: skip
+            from_on(word, value, 1)
+        rate = kind(*(chosen[setting] for setting in names)).construct
+        return [rate(step // chosen["step_per_epoch"]) for step in range(chosen["total_step"])]
+
+    rates.__name__ = rates.__qualname__ = name
+    vars(rates)["__signature__"] = order
+    return rates
+
+
+_NAMES = (re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("warm_up", "warmup") for name in CLASSES)
+LISTS = {name: _by_epoch(name, kind) for name, kind in zip(_NAMES, CLASSES.values(), strict=True)}
+globals().update(CLASSES | LISTS)
+
+__all__ = ["SGD", "LearningRateSchedule", "Momentum", "Optimizer", "piecewise_constant_lr", *CLASSES, *LISTS]

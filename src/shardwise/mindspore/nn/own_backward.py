@@ -59,8 +59,7 @@ def applied(cell: Any, function: type[torch.autograd.Function], args: tuple[Any,
         what = f"{name} has a bprop and the parameter {trained[0]}, whose gradient bprop cannot return"
         raise TypeError(problem(what, op=name, fix="keep parameters in another cell and pass them as inputs"))
     if kwargs:
-        bound = inspect.signature(cell.construct).bind(*args, **kwargs)
-        args = bound.args
+        args = inspect.signature(cell.construct).bind(*args, **kwargs).args
     split = [primitive.title for primitive in planning.primitives(cell) if primitive.in_strategy is not None]
     if split and context.options().distributed:
         what = f"{name} has a bprop, which makes it one operator, and {split[0]} in it has a strategy"
@@ -102,11 +101,9 @@ def _check(kind: type[Any], inputs: Any, gradients: tuple[Any, ...]) -> None:
         what = f"{kind.__name__}.bprop returned {len(gradients)} gradients for {len(inputs)} inputs"
         raise ValueError(problem(what, op=kind.__name__, fix=fix))
     for i, (x, gradient) in enumerate(zip(inputs, gradients, strict=True)):
-        if not _flows(x):
-            continue
-        if not isinstance(gradient, torch.Tensor) or gradient.shape != x.shape:
-            shape = list(gradient.shape) if isinstance(gradient, torch.Tensor) else gradient
+        shape = list(gradient.shape) if isinstance(gradient, torch.Tensor) else gradient
+        if _flows(x) and shape != list(x.shape):
             what = (
-                f"{kind.__name__}.bprop returned {shape} as the gradient of input {i}, which has shape {list(x.shape)}"
+                f"{kind.__name__}.bprop returned {shape} as the gradient of input {i}, whose shape is {list(x.shape)}"
             )
             raise ValueError(problem(what, op=kind.__name__, fix=fix))

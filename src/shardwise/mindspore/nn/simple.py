@@ -1,24 +1,28 @@
-"""Cells and losses that are one function of torch, each a line of a table. Positional arguments are those of
-``construct``, keyword-only arguments those of the constructor (``named.settings_of``)."""
+"""Cells that are one function of torch, each a line of a table. Positional arguments are those of ``construct``,
+keyword-only arguments those of the constructor (``named.settings_of``). Activations hold a primitive in its place."""
 
 from __future__ import annotations
 
-from inspect import Signature
+from inspect import Signature, signature
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.mindspore.checks import closest
+from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.holding import as_gradient, holding_of, parameter_of
-from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of, parameters_of
+from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of, constructor, parameters_of
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.nn.loss import REDUCTIONS, LossOfFunction, reduced
+from shardwise.mindspore.ops import arithmetic, reductions
 from shardwise.mindspore.ops.clip import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.images import bilinear, mirrored, pool
 from shardwise.mindspore.ops.of_torch import of_functions
-from shardwise.mindspore.tensor import as_torch
+from shardwise.mindspore.ops.primitive import Inner
+from shardwise.mindspore.ops.simple import PRIMITIVES
+from shardwise.mindspore.tensor import Parameter
 from shardwise.mindspore.tensor_methods import dtype_of
 
 
@@ -78,19 +82,6 @@ def _clipped(x: Any, clip_norm: Any, axis: Any) -> Any:
     if norm is None:
         norm = torch.linalg.vector_norm(x, dim=axis, keepdim=True)
     return as_gradient(x * clip_norm / torch.maximum(norm, torch.as_tensor(clip_norm, dtype=x.dtype)), parameter)
-
-
-def _focal(logits: Any, labels: Any, weight: Any, gamma: float, reduction: str) -> Any:
-    """Return (1 - p)^gamma times the cross entropy (Lin et al. 2017, equation 5), over classes in dim 1."""
-    classes = labels.long() if labels.dim() < logits.dim() else labels.squeeze(1).long()
-    logarithm = logits.log_softmax(1).gather(1, classes.unsqueeze(1)).squeeze(1)
-    loss = -((1 - logarithm.exp()) ** gamma) * logarithm
-    return reduced(loss if weight is None else loss * as_torch(weight)[classes], reduction)
-
-
-def _dice(logits: Any, label: Any, smooth: float) -> Any:
-    both, squares = (logits * label).sum(), logits.square().sum() + label.square().sum()
-    return 1 - 2 * both / (squares + smooth)
 
 
 def _weighted(x: torch.Tensor, size: int, sigma: float) -> torch.Tensor:
@@ -177,28 +168,67 @@ CELLS: dict[str, Any] = {
     # -- random
     "RReLU": lambda x, *, lower=1 / 8, upper=1 / 3, training=False: F.rrelu(x, lower, upper, training),
 }  # fmt: skip
-LOSSES: dict[str, Function] = {
-    **of_functions(TABLES["nn"]["losses"]),
-    "CTCLoss": lambda log_probs, targets, input_lengths, target_lengths, *, blank=0, reduction="mean",
-    zero_infinity=False: F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
-    "DiceLoss": lambda logits, labels, *, smooth=1e-5: _dice(logits, labels, smooth),
-    "FocalLoss": lambda logits, labels, *, weight=None, gamma=2.0, reduction="mean": _focal(
-        logits, labels, weight, gamma, reduction),
-    "MultilabelMarginLoss": lambda x, target, *, reduction="mean": F.multilabel_margin_loss(
-        x, target.long(), reduction=reduction),
-    "MultiMarginLoss": lambda x, target, *, p=1, margin=1.0, reduction="mean", weight=None: F.multi_margin_loss(
-        x, target.long(), p, margin, weight, reduction=reduction),
-    "RMSELoss": lambda logits, labels: (logits - labels).square().mean().sqrt(),
-    "TripletMarginLoss": lambda x, positive, negative, own_margin=None, *, p=2, swap=False, eps=1e-6, reduction="mean",
-    margin=1.0: F.triplet_margin_loss(
-        x, positive, negative, float(margin if own_margin is None else own_margin), p, eps, swap, reduction=reduction),
+
+
+class _Activation(Cell):
+    """A cell that holds its operator under ``attribute``, where it may be given a strategy."""
+
+    operator: type[Any]
+    attribute: str
+
+    def __init__(self, *settings: Any, **named: Any) -> None:
+        super().__init__()
+        setattr(self, self.attribute, self.operator(*settings, **named))
+
+    def construct(self, x: Any) -> Any:
+        return getattr(self, self.attribute)(x)
+
+
+_OPERATORS = {**PRIMITIVES, **arithmetic.CLASSES, **reductions.CLASSES}
+ACTIVATIONS: dict[str, type[Cell]] = {
+    name: type(name, (_Activation,), {
+        "operator": (operator := _OPERATORS[of]), "attribute": attribute, "__module__": __name__,
+        "__doc__": operator.__doc__, "__init__": constructor(_Activation.__init__, signature(operator))})
+    for name, of, attribute in (row.split() for row in TABLES["nn"]["activations"].split(";"))
 }  # fmt: skip
 
 
-CLASSES = {
-    **classes_of(CELLS, Simple, __name__), **classes_of(LOSSES, LossOfFunction, __name__),
-    **classes_of({"KLDivLoss": LOSSES["KLDivLoss"]}, LossOfFunction, __name__, reductions=(*REDUCTIONS, "batchmean")),
-}  # fmt: skip
+class GELU(Cell):
+    """Gaussian error linear units, exact or with the tanh approximation (``approximate``)."""
+
+    def __init__(self, approximate: bool = True) -> None:
+        super().__init__()
+        self.approximate = "tanh" if approximate else "none"
+        self.gelu = Inner()
+
+    def construct(self, x: Any) -> Any:
+        return self.gelu(lambda x: F.gelu(x, approximate=self.approximate), x)
+
+
+class PReLU(Cell):
+    """x above 0, else w * x, with a learned w for all channels or per channel."""
+
+    def __init__(self, channel: int = 1, w: Any = 0.25) -> None:
+        super().__init__()
+        self.w = Parameter(initializer(w, [channel]), "a")
+        self.prelu = Inner("n c b..., c")
+
+    def construct(self, x: Any) -> Any:
+        return self.prelu(F.prelu, x, self.w)
+
+
+CLASSES = classes_of(CELLS, Simple, __name__) | ACTIVATIONS
 globals().update(CLASSES)
+BY_NAME: dict[str, type[Cell]] = {name.lower(): kind for name, kind in ACTIVATIONS.items()} | {
+    "gelu": GELU, "prelu": PReLU, **{name.lower(): CLASSES[name] for name in ("CELU", "LogSigmoid", "SeLU")}
+}  # fmt: skip
 
-__all__ = list(CLASSES)
+
+def get_activation(name: str) -> Cell:
+    """Return the activation of that name. Raises ValueError if there is none."""
+    if name not in BY_NAME:
+        raise ValueError(problem(f'there is no activation "{name}"', fix=closest(name, BY_NAME)))
+    return BY_NAME[name]()
+
+
+__all__ = [*CLASSES, "GELU", "PReLU", "get_activation"]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.mindspore.compiling import constexpr
+from shardwise.mindspore.context import constexpr
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops import composite, functional, functions, operations, primitive
 from shardwise.mindspore.ops.composite import *

@@ -1,4 +1,5 @@
-"""Callbacks of ``Model.train``."""
+"""Callbacks of ``Model.train``: they print, save checkpoints, record curves for TensorBoard, or watch a value and act
+on it: stop, or reduce the learning rate."""
 
 from __future__ import annotations
 
@@ -7,17 +8,19 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import nn
 
+from shardwise import rank
 from shardwise.errors import problem
 from shardwise.mindspore import staged
-from shardwise.mindspore.checks import from_on
-from shardwise.mindspore.named import WithSettings, absent
+from shardwise.mindspore.checks import closest, from_on, note, one_of, within
+from shardwise.mindspore.named import SETTINGS, WithSettings
+from shardwise.mindspore.tensor_methods import asnumpy
 from shardwise.mindspore.train.serialization import save_checkpoint
 
 
@@ -287,16 +290,233 @@ class ModelCheckpoint(Callback):
             self._files.pop(0).unlink(missing_ok=True)
 
 
-# Programs import all callbacks from here.
-_ELSEWHERE = (
-    "DatasetHelper", "EarlyStopping", "History", "LearningRateScheduler", "ReduceLROnPlateau", "SummaryCollector",
-)  # fmt: skip
-__all__ = ["Callback", "CheckpointConfig", "LambdaCallback", "LossMonitor", "ModelCheckpoint", "RunContext",
-           "TimeMonitor", *_ELSEWHERE]  # fmt: skip
+KINDS = {"scalar": "add_scalar", "tensor": "add_histogram", "histogram": "add_histogram", "image": "add_images"}
+TENSORBOARD = "pip install tensorboard, which torch.utils.tensorboard writes with"
 
 
-_missing = absent(__name__, lambda: __all__)
+class SummaryRecord:
+    """A TensorBoard log folder; as a context it closes its file. ``add_value("scalar", "loss", value)`` adds to the
+    present step, ``record(step)`` writes it. Raises ImportError if tensorboard is not installed."""
+
+    def __init__(self, log_dir: str, *, network: nn.Module | None = None, **settings: Any) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(problem("summaries need tensorboard, which is not installed", fix=TENSORBOARD)) from error
+        self.log_dir = str(Path(log_dir).resolve())
+        self._writer: Any = SummaryWriter(self.log_dir)
+        self._values: list[tuple[str, str, Any]] = []
+        self.flush, self.close = self._writer.flush, self._writer.close
+
+    def add_value(self, plugin: str, name: str, value: Any) -> None:
+        """Add a value to the present step. ``plugin``: "scalar", "tensor", "histogram" or "image" (batch, channels,
+        height, width)."""
+        if plugin not in KINDS:
+            raise ValueError(problem(f"there is no summary {plugin!r}", fix=closest(plugin, KINDS)))
+        self._values.append((plugin, name, asnumpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)))
+
+    def record(self, step: int, train_network: Any = None, plugin_filter: Any = None) -> bool:
+        """Write the added values under a step."""
+        for plugin, name, value in self._values:
+            if plugin_filter is None or plugin_filter(plugin):
+                single = float(value.reshape(-1)[0]) if plugin == "scalar" else value
+                getattr(self._writer, KINDS[plugin])(name, single, step)
+        self._values = []
+        return True
+
+    def __enter__(self) -> SummaryRecord:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
-def __getattr__(name: str) -> Any:
-    return getattr(import_module("shardwise.mindspore.train.recording"), name) if name in _ELSEWHERE else _missing(name)
+class SummaryCollector(Callback):
+    """Recorder of the loss, the learning rate, metrics and histograms of parameters, every ``collect_freq`` steps. Rank
+    0 writes to ``summary_dir``, any other rank r to its folder ``rank_r``.
+
+    ``collect_specified_data``: switches by name (``collect_metric``, ``histogram_regular``, a pattern of names of
+    parameters). Graphs, landscapes and lineage are not written; a request for graphs or landscapes prints a note.
+    """
+
+    def __init__(
+        self, summary_dir: str, collect_freq: int = 10, num_process: int = 32,
+        collect_specified_data: dict[str, Any] | None = None, keep_default_action: bool = True,
+        custom_lineage_data: dict[str, Any] | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
+        self._every, self._wanted = from_on("collect_freq", collect_freq, 1), collect_specified_data or {}
+        self._default = keep_default_action
+        self._folder = Path(summary_dir) if rank() == 0 else Path(summary_dir) / f"rank_{rank()}"
+        self._record: SummaryRecord | None = None
+        for name in ("collect_landscape", "collect_graph", "collect_input_data"):
+            if self._wanted.get(name):
+                note(f"SummaryCollector writes no {name.removeprefix('collect_')}: curves and histograms only")
+
+    def begin(self, run_context: RunContext) -> None:
+        self._record = self._record or SummaryRecord(str(self._folder))
+
+    def step_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        due = params.cur_step_num == 1 or params.cur_step_num % self._every == 0
+        if params.mode != "train" or not due or self._record is None:
+            return
+        if self._wanted.get("collect_metric", self._default):
+            self._record.add_value("scalar", "loss", loss_value(params.net_outputs))
+            if params.optimizer is not None:
+                self._record.add_value("scalar", "learning_rate", params.optimizer.rate_now())
+        pattern = self._wanted.get("histogram_regular", "" if self._default else None)
+        for name, parameter in params.network.named_parameters() if pattern is not None else ():
+            if parameter.numel() and re.search(str(pattern), name):
+                self._record.add_value("histogram", f"{name}/auto", parameter.detach())
+        self._record.record(params.cur_step_num)
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if self._record is not None and params.mode == "train" and params.eval_results:
+            for name, value in params.eval_results.items():
+                self._record.add_value("scalar", f"eval_{name}", np.mean(value))
+            self._record.record(params.cur_step_num)
+
+    def end(self, run_context: RunContext) -> None:
+        if run_context.original_args().mode == "train":
+            self.__exit__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._record is not None:
+            self._record.close()
+            self._record = None
+
+
+GROWS = ("acc", "precision", "recall", "f1", "auc")  # parts of names of metrics that should grow
+
+
+class _Watching(WithSettings, Callback):
+    """Base of callbacks that act on a value after an epoch. ``monitor``: "loss", or "eval_" and a metric;
+    ``min_delta``: least improvement; ``act`` is told whether the value is the best so far."""
+
+    checks: ClassVar = {
+        "mode": one_of("auto", "min", "max"), "factor": within(0, 1, "a number between 0 and 1"),
+        "patience": lambda name, value: from_on(name, value, 0, "a number of epochs"),
+    }  # fmt: skip
+
+    def _settle(self) -> None:
+        grows = self.mode == "max" or (self.mode == "auto" and any(word in self.monitor.lower() for word in GROWS))
+        self.sign, self.best, self.wait = 1.0 if grows else -1.0, -np.inf, 0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        self.best, self.wait = -np.inf, 0
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        value = self.value(run_context)
+        if value is not None:
+            is_better = self.sign * value - abs(self.min_delta) > self.best
+            self.best = self.sign * value if is_better else self.best
+            self.act(value, is_better, run_context)
+
+    def act(self, value: float, is_better: bool, run_context: RunContext) -> None:
+        raise NotImplementedError
+
+    def value(self, run_context: RunContext) -> float | None:
+        """Return the watched value; None, with a note, if there is no such value."""
+        params = run_context.original_args()
+        if self.monitor == "loss":
+            return loss_value(params.net_outputs)
+        results = {f"eval_{name}": value for name, value in params.eval_results.items()}
+        if self.monitor in results:
+            return float(np.mean(results[self.monitor]))
+        if params.eval_results or params.mode == "train":
+            choices = ", ".join(("loss", *results))
+            note(f"{type(self).__name__} watches {self.monitor!r}, which is not among {choices}")
+        return None
+
+
+class EarlyStopping(_Watching, **SETTINGS["train.EarlyStopping"]):
+    """Stop of training if a value has not improved for ``patience`` epochs, or is not better than ``baseline``.
+    ``restore_best_weights``: restore the weights of the best epoch at the end."""
+
+    def _settle(self) -> None:
+        super()._settle()
+        self.stopped_epoch = 0
+        self._weights: dict[str, torch.Tensor] = {}
+
+    def act(self, value: float, is_better: bool, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        self.wait += 1
+        if is_better and self.restore_best_weights:
+            self._weights = {name: p.detach().clone() for name, p in params.network.named_parameters()}
+        if is_better and (self.baseline is None or self.sign * value > self.sign * self.baseline):
+            self.wait = 0
+        if self.wait >= self.patience and (self.wait or self.patience):
+            self.stopped_epoch = params.cur_epoch_num
+            run_context.request_stop()
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        if self.stopped_epoch and self.verbose:
+            print(f"Epoch {self.stopped_epoch:05d}: early stopping")
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                run_context.original_args().network.get_parameter(name).copy_(weight)
+
+
+class ReduceLROnPlateau(_Watching, **SETTINGS["train.ReduceLROnPlateau"]):
+    """Reduction of the learning rate by ``factor``, down to ``min_lr``, if a value has not improved for ``patience``
+    epochs. Then wait ``cooldown`` epochs."""
+
+    resting = 0
+
+    def act(self, value: float, is_better: bool, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if is_better or self.resting:
+            self.wait = 0
+        self.resting = max(self.resting - 1, 0)
+        if is_better or self.resting:
+            return
+        self.wait += 1
+        rate = params.optimizer.rate_now()
+        if self.wait >= self.patience and rate > self.min_lr:
+            params.optimizer.learning_rate = max(rate * self.factor, self.min_lr)
+            self.resting, self.wait = self.cooldown, 0
+            if self.verbose:
+                now = params.optimizer.rate_now()
+                print(f"Epoch {params.cur_epoch_num:05d}: ReduceLROnPlateau reducing learning rate to {now}.")
+
+
+class LearningRateScheduler(WithSettings, Callback, learning_rate_function=...):
+    """Schedule that sets the learning rate to ``function(present rate, step number)`` after every step."""
+
+    def _settle(self) -> None:
+        if not callable(self.learning_rate_function):
+            what = f"LearningRateScheduler({self.learning_rate_function!r})"
+            raise TypeError(problem(what, fix="a function of the rate and the step"))
+
+    def step_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if params.mode == "train":
+            rate = self.learning_rate_function(params.optimizer.rate_now(), params.cur_step_num)
+            params.optimizer.learning_rate = float(rate)
+
+
+class History(Callback):
+    """Record of training. ``epoch``: epoch numbers; ``history``: losses at their ends, and metrics."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[Any]] = {}
+        self.epoch: dict[str, list[int]] = {}
+
+    def begin(self, run_context: RunContext) -> None:
+        if run_context.original_args().mode == "train":
+            self.history, self.epoch = {}, {"epoch": []}
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        self.epoch["epoch"].append(params.cur_epoch_num)
+        self.history.setdefault("net_output", []).append(loss_value(params.net_outputs))
+        for name, value in params.eval_results.items():
+            self.history.setdefault(f"eval_{name}", []).append(value)
+
+
+__all__ = [
+    "Callback", "CheckpointConfig", "EarlyStopping", "History", "LambdaCallback", "LearningRateScheduler",
+    "LossMonitor", "ModelCheckpoint", "ReduceLROnPlateau", "RunContext", "SummaryCollector", "SummaryRecord",
+    "TimeMonitor",
+]  # fmt: skip

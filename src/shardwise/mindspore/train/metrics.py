@@ -81,23 +81,18 @@ class _Kept(WithSettings, Metric):
         self.clear()
 
     def clear(self) -> None:
-        self._seen: list[list[Array]] = []
+        self._seen: list[tuple[Array, ...]] = []
 
     def update(self, *inputs: Any) -> None:
-        if self._seen and len(inputs) != len(self._seen):
+        if self._seen and len(inputs) != len(self._seen[0]):
             raise ValueError(problem(f"{type(self).__name__}.update of {len(inputs)} inputs", fix="as many as before"))
-        self._seen = self._seen or [[] for _ in inputs]
-        for kept, value in zip(self._seen, inputs, strict=True):
-            kept.append(_array(value))
-
-    def seen(self) -> list[Array]:
-        """Return every input of ``update``, with batches concatenated. Raises RuntimeError if there was none."""
-        if not self._seen:
-            raise RuntimeError(f"{type(self).__name__} has seen no batch")
-        return [np.concatenate([np.atleast_1d(batch) for batch in kept]) for kept in self._seen]
+        self._seen.append(tuple(np.atleast_1d(_array(value)) for value in inputs))
 
     def eval(self) -> Any:
-        return type(self).function(*self.seen(), **self._chosen())
+        """Return the value. Raises RuntimeError if there was no update."""
+        if not self._seen:
+            raise RuntimeError(f"{type(self).__name__} has seen no batch")
+        return type(self).function(*map(np.concatenate, zip(*self._seen, strict=True)), **self._chosen())
 
 
 class _OfClasses(_Kept):
@@ -112,12 +107,10 @@ class Loss(_Kept):
     """The mean of the losses of the batches."""
 
     wants_loss = True
+    function = staticmethod(lambda losses: float(losses.mean()))
 
     def update(self, *inputs: Any) -> None:
         super().update(_array(inputs[0]).mean())
-
-    def eval(self) -> Any:
-        return float(self.seen()[0].mean())
 
 
 def _classes(output: Array, label: Array) -> Array:
@@ -195,8 +188,7 @@ def _curve(score: Array, right: Array) -> tuple[Array, Array, Array]:
     score, right = score[order], right[order]
     ends = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)
     hits, wrong = np.cumsum(right)[ends], np.cumsum(~right)[ends]
-    rates = (np.append(0, counts) / max(counts[-1], 1) for counts in (wrong, hits))
-    false, true = rates
+    false, true = (np.append(0, counts) / max(counts[-1], 1) for counts in (wrong, hits))
     return false, true, np.append(score[0] + 1, score[ends])
 
 

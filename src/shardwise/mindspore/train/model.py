@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -31,13 +31,35 @@ def size_of(dataset: Any, sink_size: int) -> int:
 
 def steps_of(dataset: Any, sink_size: int) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of an epoch as tuples."""
-    rows: Iterable[Any] = (
-        dataset.create_tuple_iterator(num_epochs=1) if hasattr(dataset, "create_tuple_iterator") else dataset
-    )
-    for number, row in enumerate(rows):
-        if 0 < sink_size <= number:
-            return
+    rows = dataset.create_tuple_iterator(num_epochs=1) if hasattr(dataset, "create_tuple_iterator") else dataset
+    for row in islice(rows, sink_size if sink_size > 0 else None):
         yield tuple(row) if isinstance(row, (tuple, list)) else (row,)
+
+
+@contextmanager
+def _running(kind: str, callbacks: Sequence[Callback], params: CallbackParams) -> Iterator[RunContext]:
+    """Enter all callbacks, and tell them of the begin and the end."""
+    run = RunContext(params)
+    with ExitStack() as opened:
+        for callback in callbacks:
+            opened.enter_context(callback)
+        notify(callbacks, f"on_{kind}_begin", run)
+        yield run
+        notify(callbacks, f"on_{kind}_end", run)
+
+
+class DatasetHelper:
+    """An iterator over the rows of a dataset, as tuples. ``sink_size``: rows per epoch."""
+
+    def __init__(self, dataset: Any, dataset_sink_mode: bool = True, sink_size: int = -1, epoch_num: int = 1) -> None:
+        self.dataset, self._size = dataset, sink_size
+
+    def __iter__(self) -> Any:
+        return steps_of(self.dataset, self._size)
+
+    def sink_size(self) -> int:
+        """Return the rows per epoch."""
+        return size_of(self.dataset, self._size)
 
 
 class Model:
@@ -78,19 +100,14 @@ class Model:
         self._metrics, self._eval_indexes = metrics_of(metrics), eval_indexes
         self._loss_network = network if loss_fn is None else WithLossCell(network, loss_fn)
         inner_optimizer = next((x for x in vars(network).values() if isinstance(x, Optimizer)), None)
+        self._train_network: nn.Module | None = None
         if optimizer is not None:
-            self._train_network: nn.Module | None = training_cell(self._loss_network, optimizer, loss_scale_manager)
+            self._train_network = training_cell(self._loss_network, optimizer, loss_scale_manager)
         elif loss_fn is None and inner_optimizer is not None:  # the network is already a training cell
             self._train_network, self._optimizer = network, inner_optimizer
-        else:
-            self._train_network = None
-        self._is_own = eval_network is not None
-        if eval_network is not None:
-            self._eval_network: nn.Module | None = eval_network
-        elif self._metrics and loss_fn is not None:
+        self._is_own, self._eval_network = eval_network is not None, eval_network
+        if eval_network is None and self._metrics and loss_fn is not None:
             self._eval_network = WithEvalCell(network, loss_fn)
-        else:
-            self._eval_network = None
 
     train_network = property(lambda self: self._train_network)
     predict_network = property(lambda self: self._network)
@@ -140,12 +157,8 @@ class Model:
             dataset_sink_mode=dataset_sink_mode, eval_network=self._eval_network,
             parallel_mode=context.options().parallel_mode, device_number=context.options().devices,
         )  # fmt: skip
-        run, listed = RunContext(params), callbacks_of(callbacks)
-        params.list_callback = listed
-        with ExitStack() as opened:
-            for callback in listed:
-                opened.enter_context(callback)
-            notify(listed, "on_train_begin", run)
+        params.list_callback = listed = callbacks_of(callbacks)
+        with _running("train", listed, params) as run:
             first = max(initial_epoch, params.begin_epoch) + 1
             done = max(params.cur_step_num - params.begin_epoch * params.batch_num, 0)  # steps of the first epoch
             for number in range(first, epoch + 1):
@@ -167,7 +180,6 @@ class Model:
                 notify(listed, "on_train_epoch_end", run)
                 if run.get_stop_requested():
                     break
-            notify(listed, "on_train_end", run)
 
     def eval(self, valid_dataset: Any, callbacks: Any = None, dataset_sink_mode: bool = False) -> dict[str, Any]:
         """Evaluate over a dataset and return the metrics: name -> value."""
@@ -181,13 +193,9 @@ class Model:
         network.eval()
         params = CallbackParams(network=self._network, valid_dataset=valid_dataset, mode="eval", cur_epoch_num=epoch,
                                 batch_num=size_of(valid_dataset, -1), eval_network=network)  # fmt: skip
-        run = RunContext(params)
-        with ExitStack() as opened:
-            for callback in listed:
-                opened.enter_context(callback)
-            for metric in self._metrics.values():
-                metric.clear()
-            notify(listed, "on_eval_begin", run)
+        for metric in self._metrics.values():
+            metric.clear()
+        with _running("eval", listed, params) as run:
             for inputs in steps_of(valid_dataset, -1):
                 params.cur_step_num += 1
                 notify(listed, "on_eval_step_begin", run)
@@ -199,8 +207,8 @@ class Model:
                 for metric in self._metrics.values():
                     metric.update_from(outputs, self._is_own and self._eval_indexes is None)
                 notify(listed, "on_eval_step_end", run)
-            params.metrics = measured = {name: metric.eval() for name, metric in self._metrics.items()}
-            notify(listed, "on_eval_end", run)
+            params.metrics = {name: metric.eval() for name, metric in self._metrics.items()}
+        measured: dict[str, Any] = params.metrics
         return measured
 
     def build(self, train_dataset: Any = None, valid_dataset: Any = None, sink_size: int = -1, epoch: int = 1) -> None:
@@ -243,20 +251,12 @@ def data_sink(fn: Callable[..., Any], dataset: Any, sink_size: int = 1, **settin
     """Return a function without arguments that calls ``fn`` with the next ``sink_size`` rows of a dataset, epoch after
     epoch, and returns the last result."""
 
-    def endless() -> Iterator[tuple[Any, ...]]:
-        while True:
-            yield from steps_of(dataset, -1)
-
-    rows = endless()
-
-    def run() -> Any:
-        return [fn(*next(rows)) for _ in range(sink_size)][-1]
-
-    return run
+    rows = (row for _ in count() for row in steps_of(dataset, -1))
+    return lambda: [fn(*next(rows)) for _ in range(sink_size)][-1]
 
 
 def _description(argument: Any) -> str:
     return type(argument).__name__ if isinstance(argument, (Optimizer, nn.Module)) else repr(argument)
 
 
-__all__ = ["Model", "data_sink"]
+__all__ = ["DatasetHelper", "Model", "data_sink"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -12,15 +13,17 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from shardwise import Mesh, rank
-from shardwise.errors import problem
+from shardwise import Mesh, Plan, rank
+from shardwise.errors import listed, problem
 from shardwise.mindspore import calls, context, protobuf
 from shardwise.mindspore.checks import note, unknown_words
 from shardwise.mindspore.holding import (
     Held,
+    boxes_of,
     checkpoint_buffers,
     checkpoint_names,
     gathered,
+    held_by,
     hold,
     holding_of,
     is_elsewhere,
@@ -28,7 +31,7 @@ from shardwise.mindspore.holding import (
     own_shard,
     unwrapped,
 )
-from shardwise.mindspore.library import format_layout, load_exported, parse_layout, save_exported
+from shardwise.mindspore.library import Box, format_layout, load_exported, parse_layout, save_exported, shard
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.tensor import Parameter, as_torch
 
@@ -77,33 +80,25 @@ def save_checkpoint(
         tensors = {name: as_torch(value) for name, value in save_obj.items()}
     else:
         tensors = {entry["name"]: as_torch(entry["data"]) for entry in save_obj}
-    if choice_func is not None:
-        tensors = {name: tensor for name, tensor in tensors.items() if choice_func(name)}
-    kept: dict[str, tuple[torch.Tensor, Held | None, torch.Tensor | None]] = {}  # a tensor, and whose state it is
-    for name, tensor in tensors.items():
-        if integrated_save:
-            kept[name] = gathered(tensor, holding_of(tensor)), None, None
-        elif not is_elsewhere(tensor):
-            kept[name] = tensor, holding_of(tensor), None
-    for name, (state, parameter) in ({} if optimizer is None else optimizer.states()).items():
-        holding = holding_of(parameter) if parameter is not None and state.shape == parameter.shape else None
-        if integrated_save and holding is not None:
-            kept[name] = gathered(state, holding), None, parameter
-        elif integrated_save or parameter is None or not is_elsewhere(parameter):
-            kept[name] = state, holding, parameter
-    paths = _paths(save_obj) if isinstance(save_obj, nn.Module) else {}
-    entries = {}
-    for name, (tensor, of, owner) in kept.items():
-        is_state = name not in tensors
-        entries[name] = entry_of(tensor, of) | ({"state": True} if is_state else {})
-        entries[name]["path"] = paths.get(id(owner if is_state else tensors[name]), name)
-    path = Path(ckpt_file_name)
-    path = path if path.suffix == ".ckpt" else path.with_name(path.name + ".ckpt")
+    owned = {name: (x, x) for name, x in tensors.items() if choice_func is None or choice_func(name)}
+    module = save_obj if isinstance(save_obj, nn.Module) else nn.Module()
+    paths = {id(x): unwrapped(path) for path, x in (*module.named_parameters(), *module.named_buffers())}
+    entries: dict[str, dict[str, Any]] = {}
+    for name, (tensor, owner) in {**owned, **({} if optimizer is None else optimizer.states())}.items():
+        holding = None if owner is None or tensor.shape != owner.shape else holding_of(owner)
+        if integrated_save and (holding is not None or owner is tensor):
+            entries[name] = _entry(gathered(tensor, holding), None)
+        elif integrated_save or owner is None or not is_elsewhere(owner):
+            entries[name] = _entry(tensor, holding)
+        else:
+            continue
+        entries[name] |= ({} if owner is tensor else {"state": True}) | {"path": paths.get(id(owner), name)}
+    path = _with_suffix(ckpt_file_name, ".ckpt")
     if format == "mindspore":
-        whole = {name: tensor for name, (tensor, *_) in kept.items() if not name.startswith("step.")}
+        whole = {name: entry["data"] for name, entry in entries.items() if not name.startswith("step.")}
         protobuf.write_checkpoint(path, whole, append_dict or {})
-        return
-    write(path, entries, append_dict or {}, rank())
+    else:
+        write(path, entries, append_dict or {}, rank())
 
 
 def async_ckpt_thread_status() -> bool:
@@ -135,12 +130,11 @@ def write(path: Path, entries: dict[str, dict[str, Any]], info: dict[str, Any], 
         raise
 
 
-def _paths(module: nn.Module) -> dict[int, str]:
-    named = (*module.named_parameters(), *module.named_buffers())
-    return {id(tensor): unwrapped(path) for path, tensor in named}
+def _with_suffix(file: str, suffix: str) -> Path:
+    return Path(file if file.endswith(suffix) else file + suffix)
 
 
-def entry_of(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
+def _entry(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"data": tensor.detach().as_subclass(torch.Tensor).cpu().clone()}
     if holding is not None:
         mesh, text = list(holding.layout.mesh.axes), format_layout(holding.layout)
@@ -174,11 +168,14 @@ def load_checkpoint(
     if parameters and not kept:
         what = f"none of the {len(parameters)} parameters of {ckpt_file_name} is chosen"
         raise ValueError(problem(what, fix=f"prefixes of {', '.join(list(parameters)[:3])}, ..."))
-    parameters = kept
-    info = {} if only else {name: _as_value(name, value) for name, value in info.items()}
+    return _loaded(net, kept, {} if only else info, strict_load)
+
+
+def _loaded(net: Any, parameters: dict[str, Slice], info: dict[str, Any], strict_load: bool) -> dict[str, Any]:
+    """Load parameters into a network, if there is one, and return them with the appended values."""
     if net is not None:
         load_param_into_net(net, parameters, strict_load)
-    return {**parameters, **info}
+    return {**parameters, **{name: _as_value(name, value) for name, value in info.items()}}
 
 
 def _as_value(name: str, value: Any) -> Any:
@@ -195,17 +192,17 @@ def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
     path = Path(file)
     if not path.exists():
         raise ValueError(problem(f"there is no checkpoint {path}", fix="each rank has its own: .../<rank>/<name>.ckpt"))
+    content: Any
     if not protobuf.is_zip(path):
         tensors, texts = protobuf.read_checkpoint(path)
-        pieces = {name: Slice(tensor, name, tensor.is_floating_point()) for name, tensor in tensors.items()}
-        for name, piece in pieces.items():
-            piece.path = name
-        return pieces, texts, 0
-    try:
-        content = torch.load(path, weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        fix = "one that save_checkpoint wrote, whole"
-        raise ValueError(problem(f"{path} cannot be read as a checkpoint: {error}", fix=fix)) from error
+        entries = {name: {"data": tensor} for name, tensor in tensors.items()}
+        content = {"format": FORMAT, "parameters": entries, "info": texts, "rank": 0}
+    else:
+        try:
+            content = torch.load(path, weights_only=True)
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+            fix = "one that save_checkpoint wrote, whole"
+            raise ValueError(problem(f"{path} cannot be read as a checkpoint: {error}", fix=fix)) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(problem(f"{path} is not a checkpoint of this library", fix="one that save_checkpoint wrote"))
     missing = [key for key in ("parameters", "info", "rank") if key not in content]
@@ -245,10 +242,7 @@ def load_distributed_checkpoint(
     Raises:
         RuntimeError: if a part is missing.
     """
-    parameters, info = joined_files(checkpoint_filenames)
-    if network is not None:
-        load_param_into_net(network, parameters, strict_load)
-    return {**parameters, **{name: _as_value(name, value) for name, value in info.items()}}
+    return _loaded(network, *joined_files(checkpoint_filenames), strict_load)
 
 
 def joined_files(names: Sequence[str]) -> tuple[dict[str, Slice], dict[str, Any]]:
@@ -382,10 +376,8 @@ def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MIN
     tensors = tuple(as_torch(x) for x in inputs)
     training = net.training
     net.eval()
-    path = Path(file_name)
-    path = path if path.suffix == ".mindir" else path.with_name(path.name + ".mindir")
     with calls.inside(), torch.no_grad():
-        save_exported(net, tensors, path)
+        save_exported(net, tensors, _with_suffix(file_name, ".mindir"))
     net.train(training)
 
 
@@ -398,7 +390,134 @@ def load(file_name: str, **settings: Any) -> nn.Module:
     return load_exported(path)
 
 
+# -- conversion of ranks' checkpoints to other layouts; the strategy files of both sides are plans ---------------------
+
+
+def build_searched_strategy(strategy_filename: str) -> Plan:
+    """Return the plan of a strategy file that ``strategy_ckpt_save_file`` wrote."""
+    return Plan.load(strategy_filename)
+
+
+def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str) -> None:
+    """Merge the strategy files of a pipeline's ranks into one. Each has all stages here, so they must be equal."""
+    files = sorted(path for path in Path(src_strategy_dirs).glob("*") if path.is_file())
+    plans = {path: Plan.load(path) for path in files}
+    digests = {plan.digest for plan in plans.values()}
+    if len(digests) != 1:
+        what = f"{src_strategy_dirs} has {len(digests)} strategies in {len(files)} files"
+        raise ValueError(problem(what, fix="a folder with the files of one job"))
+    Path(dst_strategy_file).parent.mkdir(parents=True, exist_ok=True)
+    plans[files[0]].save(dst_strategy_file)
+
+
+def rank_list_for_transform(
+    rank_id: int, src_strategy_file: str | None = None, dst_strategy_file: str | None = None
+) -> list[int]:
+    """Return the ranks whose files together have what rank ``rank_id`` of the other side needs. Without a strategy file
+    a side has whole tensors in one file."""
+    if src_strategy_file is None:
+        return [0]
+    source, target = _holdings(src_strategy_file), _holdings(dst_strategy_file)
+    needed: set[int] = set()
+    for path, holding in source.items():
+        target_boxes = boxes_of(_matching(path, target), rank_id, holding)
+        covered: set[tuple[Box, ...]] = set()
+        for number in holding.ranks:
+            parts = boxes_of(holding, number, holding)
+            if parts not in covered and any(a.common(b.offsets, b.sizes) for a in parts for b in target_boxes):
+                covered.add(parts)
+                needed.add(number)
+    return sorted(needed)
+
+
+def transform_checkpoint_by_rank(
+    rank_id: int, checkpoint_files_map: Mapping[int, str], save_checkpoint_file_name: str,
+    src_strategy_file: str | None = None, dst_strategy_file: str | None = None,
+) -> None:  # fmt: skip
+    """Write the file of one rank of the target side from the files of the source side, given by their ranks. Raises
+    RuntimeError if a part is missing."""
+    if not save_checkpoint_file_name.endswith(".ckpt"):
+        raise ValueError(problem(f"the file is {save_checkpoint_file_name!r}", fix="a name that ends with .ckpt"))
+    whole, info = joined_files([checkpoint_files_map[rank] for rank in sorted(checkpoint_files_map)])
+    _write_part(whole, info, rank_id, Path(save_checkpoint_file_name), _holdings(dst_strategy_file))
+
+
+def transform_checkpoints(
+    src_checkpoints_dir: str, dst_checkpoints_dir: str, ckpt_prefix: str, src_strategy_file: str | None = None,
+    dst_strategy_file: str | None = None, process_num: int = 1, output_format: str = "ckpt",
+) -> None:  # fmt: skip
+    """Convert the newest files in ``rank_0``, ``rank_1``, ... for the ranks of ``dst_strategy_file``:
+    ``<dst>/rank_<i>/<ckpt_prefix><i>.ckpt``; without it to one whole file in ``rank_0``. ``process_num`` has no effect.
+    Raises RuntimeError if a part is missing."""
+    if output_format != "ckpt":
+        raise NotImplementedError(problem(f"output_format={output_format!r}", fix="ckpt; sw.save_pretrained writes "
+                                          "safetensors"))  # fmt: skip
+    folders = [path for path in Path(src_checkpoints_dir).glob("rank_*") if path.name[5:].isdigit()]
+    newest = {int(folder.name[5:]): max(folder.glob("*.ckpt"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+              for folder in folders if any(folder.glob("*.ckpt"))}  # fmt: skip
+    missing = sorted(set(range(_ranks(src_strategy_file))) - newest.keys())
+    if not newest or missing:
+        what = f"{src_checkpoints_dir} has files of the ranks {sorted(newest)}" + (
+            f", not of {listed(list(map(str, missing)))}" if missing else ""
+        )
+        raise ValueError(problem(what, fix="a folder rank_<i> with a file for every rank"))
+    whole, info = joined_files([str(newest[rank]) for rank in sorted(newest)])
+    holdings = _holdings(dst_strategy_file)
+    for number in range(_ranks(dst_strategy_file) or 1):
+        path = Path(dst_checkpoints_dir) / f"rank_{number}" / f"{ckpt_prefix}{number}.ckpt"
+        _write_part(whole, info, number, path, holdings)
+
+
+def _write_part(
+    whole: dict[str, Slice], info: dict[str, Any], number: int, path: Path, holdings: dict[str, Held]
+) -> None:
+    entries: dict[str, dict[str, Any]] = {}
+    for name, tensor in whole.items():
+        part = tensor.detach().as_subclass(torch.Tensor)
+        holding = _matching(tensor.path, holdings if tensor.dim() else {})
+        if holding is not None and holding.shape != tuple(tensor.shape):
+            holding = None  # a state whose shape differs from its parameter's
+        if holding is not None:
+            if number not in holding.ranks:
+                continue
+            part = shard(part, holding.layout, holding.coordinates(number))
+        entries[name] = _entry(part, holding) | ({"state": True} if tensor.is_state else {}) | {"path": tensor.path}
+    write(path, entries, info, number)
+
+
+def _ranks(strategy: str | None) -> int:
+    return 0 if strategy is None else Plan.load(strategy).num_ranks
+
+
+def restore_group_info_list(ckpt_file_name: str) -> list[int]:
+    """Return the ranks in the file of ``group_ckpt_save_file`` (or of the environment's GROUP_INFO_FILE)."""
+    return [int(rank) for rank in json.loads(Path(ckpt_file_name).read_text())]
+
+
+def _holdings(strategy: str | None) -> dict[str, Held]:
+    return {} if strategy is None else held_by(Plan.load(strategy))
+
+
+def _matching(path: str, holdings: dict[str, Held]) -> Held | None:
+    """Return the distribution of a parameter in a plan; None without a plan. Raises ValueError if it has none."""
+    if holdings and path not in holdings:
+        near = listed(sorted(holdings)[:4])
+        what = f"the strategy file has no parameter {path}, but {near} and so on"
+        raise ValueError(problem(what, fix="the strategy file of the network that was saved"))
+    return holdings.get(path)
+
+
+def merge_sliced_parameter(sliced_parameters: Sequence[Slice], strategy: Any = None) -> torch.Tensor:
+    """Join a parameter from its slices, which ``load_checkpoint`` read, in the order of their ranks. ``strategy`` is
+    not needed, as each slice contains its layout."""
+    ranks = holding.ranks if (holding := sliced_parameters[0].held) else range(len(sliced_parameters))
+    name = sliced_parameters[0].name
+    return of_parts(name, [({name: part}, {}, at) for part, at in zip(sliced_parameters, ranks, strict=False)])
+
+
 __all__ = [
-    "async_ckpt_thread_status", "export", "load", "load_checkpoint", "load_distributed_checkpoint",
-    "load_param_into_net", "save_checkpoint",
+    "async_ckpt_thread_status", "build_searched_strategy", "export", "load", "load_checkpoint",
+    "load_distributed_checkpoint", "load_param_into_net", "merge_pipeline_strategys", "merge_sliced_parameter",
+    "rank_list_for_transform", "restore_group_info_list", "save_checkpoint", "transform_checkpoint_by_rank",
+    "transform_checkpoints",
 ]  # fmt: skip
