@@ -46,6 +46,7 @@ CALLS: list[tuple[Any, Any]] = [
     (ops.rms_norm(X, Y[0])[0], X * (X.square().mean(-1, True) + 1e-6).rsqrt() * Y[0]),
     (ops.scatter_nd(IDS[:, None], X[:, 0], (6,)), torch.zeros(6).double().index_add(0, IDS, X[:, 0])),
     (ops.sequence_mask(torch.tensor([1, 3]), 4), torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]]).bool()),
+    (ops.vander(x=X[0]), torch.vander(X[0])), (ops.vecdot(x=X, y=Y), (X * Y).sum(1)),
     (ops.flatten(IMAGE), IMAGE.reshape(2, -1)), (ops.repeat_elements(X, 2, 1), X.repeat_interleave(2, 1)),
     (ops.meshgrid(X[0], X[1, :2]), tuple(torch.meshgrid(X[0], X[1, :2], indexing="xy"))),
     (ops.addcdiv(X, X, Y, 2.0), X + 2 * X / Y), (ops.xdivy(0 * X, 0 * X), 0 * X),

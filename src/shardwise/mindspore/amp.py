@@ -7,21 +7,10 @@ from typing import Any
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore import nn
+from shardwise.mindspore import loss_scale, nn
 from shardwise.mindspore.checks import note, one_of
-from shardwise.mindspore.loss_scale import (
-    DynamicLossScaleManager,
-    DynamicLossScaler,
-    DynamicLossScaleUpdateCell,
-    FixedLossScaleManager,
-    FixedLossScaleUpdateCell,
-    LossScaleManager,
-    LossScaler,
-    StaticLossScaler,
-    all_finite,
-    init_register,
-    init_status,
-)
+from shardwise.mindspore.loss_scale import *
+from shardwise.mindspore.loss_scale import DynamicLossScaleManager
 from shardwise.mindspore.named import bound_to, signature_of
 from shardwise.mindspore.nn.wrap import WithLossCell, training_cell
 
@@ -108,9 +97,5 @@ def build_train_network(
     return training_cell(network, optimizer, manager).set_train()
 
 
-__all__ = [
-    "DynamicLossScaleManager", "DynamicLossScaleUpdateCell", "DynamicLossScaler", "FixedLossScaleManager",
-    "FixedLossScaleUpdateCell", "LossScaleManager", "LossScaler", "StaticLossScaler", "all_finite",
-    "auto_mixed_precision", "build_train_network", "custom_mixed_precision", "get_black_list", "get_white_list",
-    "init_register", "init_status",
-]  # fmt: skip
+__all__ = ["auto_mixed_precision", "build_train_network", "custom_mixed_precision", "get_black_list", "get_white_list"]
+__all__ += loss_scale.__all__

@@ -51,13 +51,6 @@ def number(name: str, value: Any) -> float:
     return float(of_type(name, value, int | float, "give a number"))
 
 
-def positive(name: str, value: Any) -> float:
-    """Check for a number above 0."""
-    if number(name, value) <= 0:
-        raise ValueError(problem(f"{name} is {value}", fix="give a number above 0"))
-    return float(value)
-
-
 def flag(name: str, value: Any) -> bool:
     """Check for True or False."""
     if not isinstance(value, bool):
@@ -85,29 +78,25 @@ def from_on(name: str, value: Any, low: int, fix: str = "a whole number") -> int
     return value
 
 
-def within(low: float, high: float, fix: str) -> Check:
-    """Return a check for a number above ``low`` and below ``high``."""
+def _numbers(is_right: Callable[[str, Any], bool], fix: str) -> Check:
+    """Return a check for numbers for which ``is_right`` holds."""
 
     def check(name: str, value: Any) -> Any:
-        if not low < value < high:
+        if not is_right(name, value):
             raise ValueError(problem(f"{name} is {value}", fix=fix))
         return value
 
     return check
 
 
-def not_negative(name: str, value: Any) -> Any:
-    """Check for a number from 0."""
-    if value < 0:
-        raise ValueError(problem(f"{name} is {value}", fix="a number from 0"))
-    return value
+def within(low: float, high: float, fix: str) -> Check:
+    """Return a check for a number above ``low`` and below ``high``."""
+    return _numbers(lambda _, value: low < value < high, fix)
 
 
-def fraction(name: str, value: Any) -> float:
-    """Check for a number above 0, at most 1."""
-    if not 0 < number(name, value) <= 1:
-        raise ValueError(problem(f"{name} is {value}", fix="give a number above 0, at most 1"))
-    return float(value)
+positive = _numbers(lambda name, value: number(name, value) > 0, "give a number above 0")
+not_negative = _numbers(lambda _, value: value >= 0, "a number from 0")
+fraction = _numbers(lambda name, value: 0 < number(name, value) <= 1, "give a number above 0, at most 1")
 
 
 def text(name: str, value: Any) -> str:

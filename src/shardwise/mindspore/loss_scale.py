@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from shardwise.mindspore import rank_groups
 from shardwise.mindspore.checks import from_on, integer, number
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import as_gradient, parameter_of
+from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.tensor import Tensor as Number
 
 Tensor = torch.Tensor
@@ -98,11 +99,50 @@ def _scaled(inputs: Any, factor: Tensor) -> Any:
     raise TypeError(problem(f"{inputs!r} is not a tensor", fix="give tensors, in tuples or lists"))
 
 
-class LossScaler(ABC):
+def _at_least_one(name: str, value: Any) -> float:
+    if number(name, value) < 1:
+        raise ValueError(problem(f"{name} is {value}", fix="give 1 or more: a scale makes small gradients larger"))
+    return float(value)
+
+
+def _factor(name: str, value: Any) -> float:
+    if number(name, value) <= 1:
+        what = f"{name} is {value}, which would not change a scale"
+        raise ValueError(problem(what, fix="give more than 1, usually 2"))
+    return float(value)
+
+
+def _window(name: str, value: Any) -> int:
+    fix = "give a number of steps"
+    return from_on(name, integer(name, value, fix), 1, fix)
+
+
+class _Scaling(WithSettings):
+    """A loss scale, of whose settings the common ones are checked."""
+
+    checks: ClassVar = {
+        **dict.fromkeys(("loss_scale", "loss_scale_value", "init_loss_scale"), _at_least_one),
+        "scale_value": lambda name, value: Number(_at_least_one(name, value)),
+        "scale_factor": _factor, "scale_window": _window,
+    }  # fmt: skip
+    counter = 0  # consecutive finite steps since the scale last grew
+
+    def _after(self, scale: float, finite: bool) -> float:
+        """Return the scale of the next step and count finite steps. After ``scale_window`` of them in a row the scale
+        is multiplied by the factor, if the result is a float32. A step that is not finite divides it, down to 1."""
+        self.counter = self.counter + 1 if finite else 0
+        if not finite:
+            return max(float(scale / self.scale_factor), 1.0)
+        if self.counter < self.scale_window:
+            return scale
+        self.counter, grown = 0, float(torch.tensor(scale * self.scale_factor))
+        return grown if math.isfinite(grown) else scale
+
+
+class LossScaler(_Scaling, ABC, scale_value=...):
     """Base of loss scales. ``scale_value``: the present scale, a float32 scalar."""
 
-    def __init__(self, scale_value: float) -> None:
-        self.scale_value: Tensor = Number(_at_least_one("scale_value", scale_value, strictly=False))
+    scale_value: Tensor
 
     def scale(self, inputs: Any) -> Any:
         """Multiply tensors, nested in tuples or lists, by the scale."""
@@ -124,31 +164,14 @@ class StaticLossScaler(LossScaler):
         return False
 
 
-class DynamicLossScaler(LossScaler):
+class DynamicLossScaler(LossScaler, scale_value=..., scale_factor=..., scale_window=...):
     """A loss scale that is multiplied by ``scale_factor`` after ``scale_window`` finite steps in a row. A step that is
     not finite divides it by the factor, down to 1."""
 
-    def __init__(self, scale_value: float, scale_factor: float, scale_window: int) -> None:
-        super().__init__(scale_value)
-        self.scale_factor = _at_least_one("scale_factor", scale_factor)
-        self.scale_window = _window(scale_window)
-        self.counter = 0  # consecutive finite steps since the scale last grew
-
     def adjust(self, grads_finite: Tensor | bool) -> bool:
         """Choose the scale of the next step. Return True: the scale may have changed."""
-        is_time = self.counter + 1 == self.scale_window
-        value = _next_scale(float(self.scale_value), self.scale_factor, bool(grads_finite), is_time)
-        self.counter = (self.counter + 1) % self.scale_window if grads_finite else 0
-        self.scale_value = Number(value)
+        self.scale_value = Number(self._after(float(self.scale_value), bool(grads_finite)))
         return True
-
-
-def _next_scale(scale: float, factor: float, finite: bool, is_time: bool) -> float:
-    """Multiply by the factor if it is time and the result is a float32. Divide by it, down to 1, if a step failed."""
-    if not finite:
-        return max(scale / factor, 1.0)
-    grown = float(torch.tensor(scale * factor)) if is_time else scale
-    return grown if math.isfinite(grown) else scale
 
 
 class LossScaleManager:
@@ -169,81 +192,63 @@ class LossScaleManager:
         return None
 
 
-class FixedLossScaleManager(LossScaleManager):
-    """A constant loss scale. ``drop_overflow_update``: skip a step whose gradients are not all finite."""
+class _Managed(_Scaling, LossScaleManager):
+    """A manager of the scale ``loss_scale``."""
 
-    def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
-        self._scale, self._drop = _at_least_one("loss_scale", loss_scale, strictly=False), drop_overflow_update
-
-    def get_loss_scale(self) -> float:
-        return self._scale
-
-    def get_drop_overflow_update(self) -> bool:
-        return self._drop
-
-    def get_update_cell(self) -> FixedLossScaleUpdateCell | None:
-        return FixedLossScaleUpdateCell(self._scale) if self._drop else None
-
-
-class DynamicLossScaleManager(LossScaleManager):
-    """``DynamicLossScaler`` with a float as the scale; it is updated with ``overflow`` instead of ``grads_finite``."""
-
-    def __init__(self, init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000) -> None:
-        self.loss_scale = _at_least_one("init_loss_scale", init_loss_scale, strictly=False)
-        self.scale_factor = _at_least_one("scale_factor", scale_factor)
-        self.scale_window = _window(scale_window)
-        self.cur_iter = 0  # consecutive finite steps since the scale last grew
+    loss_scale: float
 
     def get_loss_scale(self) -> float:
         return self.loss_scale
 
-    def get_drop_overflow_update(self) -> bool:
-        return True
+
+class FixedLossScaleManager(_Managed, loss_scale=128.0, drop_overflow_update=True):
+    """A constant loss scale. ``drop_overflow_update``: skip a step whose gradients are not all finite."""
+
+    def get_update_cell(self) -> Any:
+        return FixedLossScaleUpdateCell(self.loss_scale) if self.drop_overflow_update else None
+
+
+class DynamicLossScaleManager(_Managed, init_loss_scale=2.0**24, scale_factor=2, scale_window=2000):
+    """``DynamicLossScaler`` with a float as the scale; it is updated with ``overflow`` instead of ``grads_finite``."""
+
+    def _settle(self, init_loss_scale: float) -> None:
+        self.loss_scale = init_loss_scale
 
     def update_loss_scale(self, overflow: bool) -> None:
         """Choose the scale of the next step."""
-        is_time = self.cur_iter + 1 == self.scale_window
-        self.loss_scale = _next_scale(self.loss_scale, self.scale_factor, not overflow, is_time)
-        self.cur_iter = 0 if overflow else (self.cur_iter + 1) % self.scale_window
+        self.loss_scale = self._after(self.loss_scale, not overflow)
 
-    def get_update_cell(self) -> DynamicLossScaleUpdateCell:
+    def get_update_cell(self) -> Any:
         return DynamicLossScaleUpdateCell(self.loss_scale, self.scale_factor, self.scale_window)
 
 
-class FixedLossScaleUpdateCell(FixedLossScaleManager):
+class FixedLossScaleUpdateCell(FixedLossScaleManager, loss_scale_value=...):
     """The constant loss scale of a training cell, called with the scale and whether a step overflowed."""
 
-    def __init__(self, loss_scale_value: float) -> None:
-        super().__init__(loss_scale_value)
+    def _settle(self, loss_scale_value: float) -> None:
+        self.loss_scale, self.drop_overflow_update = loss_scale_value, True
 
     def __call__(self, loss_scale: Any, overflow: Any) -> Any:
         return overflow
 
 
-class DynamicLossScaleUpdateCell(DynamicLossScaleManager):
+class DynamicLossScaleUpdateCell(DynamicLossScaleManager, loss_scale_value=..., scale_factor=..., scale_window=...):
     """The loss scale of a training cell. A call with the scale and whether a step overflowed adjusts it. A scale that
     is a parameter is overwritten, as in the reference."""
 
-    def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
-        super().__init__(loss_scale_value, scale_factor, scale_window)
+    def _settle(self, loss_scale_value: float) -> None:
+        self.loss_scale = loss_scale_value
 
     def __call__(self, loss_scale: Any, overflow: Any) -> Any:
         self.update_loss_scale(bool(overflow))
         if isinstance(loss_scale, nn.Parameter):  # a user's training cell keeps the scale in it
             with torch.no_grad():
-                loss_scale.fill_(self.get_loss_scale())
+                loss_scale.fill_(self.loss_scale)
         return overflow
 
 
-def _at_least_one(name: str, value: float, *, strictly: bool = True) -> float:
-    if strictly and number(name, value) <= 1:
-        what = f"{name} is {value}, which would not change a scale"
-        raise ValueError(problem(what, fix="give more than 1, usually 2"))
-    if number(name, value) < 1:
-        raise ValueError(problem(f"{name} is {value}", fix="give 1 or more: a scale makes small gradients larger"))
-    return float(value)
-
-
-def _window(value: int) -> int:
-    fix = "give a number of steps"
-    return from_on("scale_window", integer("scale_window", value, fix), 1, fix)
+__all__ = [
+    "DynamicLossScaleManager", "DynamicLossScaleUpdateCell", "DynamicLossScaler", "FixedLossScaleManager",
+    "FixedLossScaleUpdateCell", "LossScaleManager", "LossScaler", "StaticLossScaler", "all_finite", "init_register",
+    "init_status",
+]  # fmt: skip

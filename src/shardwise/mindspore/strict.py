@@ -7,7 +7,7 @@ by powers of two, checked in its order. With ``strict=False`` only the library's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardwise.errors import LayoutError, problem
 
 Strategy = tuple[tuple[int, ...], ...]
 Shapes = tuple[tuple[int, ...], ...]
+Faults = Iterator[tuple[str, str]]  # what a strategy cannot have, and a fix; the first is raised
 Primitive = Any  # ops.primitive.Primitive, which calls these checks
 
 
@@ -51,16 +52,20 @@ def nested(name: str, role: str, strategy: Any, out_strategy: Any = None) -> Str
 
 def check_form(primitive: Primitive, strategy: Strategy, shapes: Shapes) -> None:
     """Check for one tuple per input with one number per dim, or none at all. Raises StrategyError for anything else."""
-    name = primitive.title
+    refuse(primitive.title, _faults_of_form(strategy, shapes))
+
+
+def _faults_of_form(strategy: Strategy, shapes: Shapes) -> Faults:
+    inputs = list(map(list, shapes))
     if len(strategy) != len(shapes):
         what = f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(shapes)}"
-        raise failure(name, what, f"one tuple for each of the inputs {list(map(list, shapes))}")
+        yield what, f"one tuple for each of the inputs {inputs}"
     for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
         if counts:
-            _check_length(name, index, counts, shape)
+            yield from _faults_of_length(index, counts, shape)
     if any(shapes) and not any(strategy):
-        what = f"the strategy {strategy} has no split counts for any of the inputs {list(map(list, shapes))}"
-        raise failure(name, what, "numbers for one of them; without a strategy the operator splits its batch")
+        what = f"the strategy {strategy} has no split counts for any of the inputs {inputs}"
+        yield what, "numbers for one of them; without a strategy the operator splits its batch"
 
 
 def check(
@@ -71,27 +76,32 @@ def check(
 
     Raises StrategyError with the operator, the numbers and a fix.
     """
-    name = primitive.title
+    refuse(primitive.title, _faults(primitive, strategy, shapes, args, devices, even))
+
+
+def _faults(
+    primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], devices: int, even: bool
+) -> Faults:
     if even and not primitive.splittable:
         what = f"the strategy is {strategy}, but {primitive.name} takes none: its layout is that of its neighbours"
-        fix = "shard the operator before it or behind it, or set_auto_parallel_context(strict=False)"
-        raise failure(name, what, fix)
+        yield what, "shard the operator before it or behind it, or set_auto_parallel_context(strict=False)"
     if even:
         for counts, shape in zip(strategy, shapes, strict=True):
-            _check_counts(name, counts, shape)
-        primitive.check_strategy(strategy, shapes, args)
-    _check_shared(primitive, strategy, shapes, args)
+            yield from _faults_of_counts(counts, shape)
+        yield from primitive.faults(strategy, shapes, args)
+    names_by_operand = primitive.dim_names(shapes, args)
+    yield from _faults_of_shared_dims(primitive, strategy, shapes, args)
     counts_by_name = primitive.counts_by_name(strategy, shapes, args)
     if primitive.lead is not None:
-        lost = set(counts_by_name) - primitive.followed(primitive.dim_names(shapes, args), args)
-        for index, names in enumerate(primitive.dim_names(shapes, args)):
-            whole(name, strategy[index], [dim for dim, key in enumerate(names) if key in lost], "which cannot be", "")
+        lost = set(counts_by_name) - primitive.followed(names_by_operand, args)
+        for counts, names in zip(strategy, names_by_operand, strict=True):
+            yield from whole(counts, [dim for dim, key in enumerate(names) if key in lost], "which cannot be", "")
     if even:
-        _check_devices(name, strategy, prod(counts_by_name.values()), devices)
+        yield from _faults_of_devices(strategy, prod(counts_by_name.values()), devices)
 
 
-def _check_shared(primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-    """Check that dims that operands share have equal split counts. Dims of size 1 are whole."""
+def _faults_of_shared_dims(primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Faults:
+    """Yield dims that operands share with different split counts. Dims of size 1 are whole."""
     seen: dict[str, tuple[int, int, int]] = {}
     for index, (counts, names) in enumerate(zip(strategy, primitive.dim_names(shapes, args), strict=True)):
         for dim, (count, dim_name) in enumerate(zip(counts, names, strict=True)):
@@ -100,8 +110,7 @@ def _check_shared(primitive: Primitive, strategy: Strategy, shapes: Shapes, args
             other, place, other_dim = seen.setdefault(dim_name, (count, index, dim))
             if other != count:
                 first = (*strategy[: place + 1], *((),) * (len(shapes) - place - 1))
-                raise failure(
-                    primitive.title,
+                yield (
                     f"the strategy {strategy} splits dim {other_dim} of input {place} {list(shapes[place])} in {other} "
                     f"parts, and dim {dim} of input {index} {list(shapes[index])} in {count}: Strategies of relevant "
                     "dimensions are not equal",
@@ -113,61 +122,57 @@ def check_tensors(
     name: str, role: str, strategy: Strategy, shapes: Sequence[tuple[int, ...]], devices: int, *, even: bool
 ) -> None:
     """Check a strategy of the inputs or outputs of a function. ``even``: run also the checks of strict mode."""
-    if len(strategy) != len(shapes):
-        what = f"the strategy {strategy} size: {len(strategy)} is not equal to {role} size: {len(shapes)}"
-        fix = f"one tuple for each of the {role} {list(map(list, shapes))}, or None for one that follows"
-        raise failure(name, what, fix)
-    for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
-        if counts and even:
-            _check_length(name, index, counts, shape)
-            _check_counts(name, counts, shape)
-            _check_devices(name, strategy, prod(counts), devices)
+
+    def faults() -> Faults:
+        if len(strategy) != len(shapes):
+            what = f"the strategy {strategy} size: {len(strategy)} is not equal to {role} size: {len(shapes)}"
+            yield what, f"one tuple for each of the {role} {list(map(list, shapes))}, or None for one that follows"
+        for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
+            if counts and even:
+                yield from _faults_of_length(index, counts, shape)
+                yield from _faults_of_counts(counts, shape)
+                yield from _faults_of_devices(strategy, prod(counts), devices)
+
+    refuse(name, faults())
 
 
-def _check_devices(name: str, strategy: Strategy, required: int, devices: int) -> None:
+def _faults_of_devices(strategy: Strategy, required: int, devices: int) -> Faults:
     if required > devices or devices % required:
-        what = (
+        yield (
             f"The strategy is {strategy}, it requires {required} devices, but the device number of this stage is "
-            f"{devices}, it can not be divisible by {required}"
+            f"{devices}, it can not be divisible by {required}",
+            f"numbers whose product divides {devices}",
         )
-        raise failure(name, what, f"numbers whose product divides {devices}")
 
 
-def _check_length(name: str, index: int, counts: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def _faults_of_length(index: int, counts: tuple[int, ...], shape: tuple[int, ...]) -> Faults:
     if len(counts) != len(shape):
         what = f"strategy len: {len(counts)} is not equal to inputs len: {len(shape)}, index: {index}"
-        raise failure(name, what, f"one number for each dim of {list(shape)}")
+        yield what, f"one number for each dim of {list(shape)}"
 
 
-def _check_counts(name: str, counts: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def _faults_of_counts(counts: tuple[int, ...], shape: tuple[int, ...]) -> Faults:
     for count, size in zip(counts, shape, strict=True):
         if count <= 0:
-            raise failure(name, f"the value of strategy must be larger than 0, but get {count}", "1: not split")
+            yield f"the value of strategy must be larger than 0, but get {count}", "1: not split"
         if count & (count - 1):
             what = f"the value of strategy must be the power of 2, but get {count}"
-            raise failure(name, what, "a power of two, or set_auto_parallel_context(strict=False)")
+            yield what, "a power of two, or set_auto_parallel_context(strict=False)"
         if size % count:
             what = f"shape {size} cannot be divisible by strategy value {count}: {size} % {count} = {size % count}"
-            raise failure(name, what, "a divisor, or set_auto_parallel_context(strict=False), which splits unevenly")
+            yield what, "a divisor, or set_auto_parallel_context(strict=False), which splits unevenly"
 
 
 LENIENT = ", or set_auto_parallel_context(strict=False), which can split it"
 
 
-def whole(name: str, counts: tuple[int, ...], dims: Iterable[int], why: str, else_: str = LENIENT) -> None:
-    """Raise StrategyError if one of the dims is split. ``why``: what the operator does with it; ``else_``: an
-    alternative fix."""
+def whole(counts: tuple[int, ...], dims: Iterable[int], why: str, else_: str = LENIENT) -> Faults:
+    """Yield dims that are split and must not be. ``why``: what the operator does with them; ``else_``: an alternative
+    fix."""
     for dim in dims:
         if counts[dim] != 1:
             what = f"the strategy {counts} splits dim {dim}, {why}: its value must be 1, but get {counts[dim]}"
-            raise failure(name, what, f"1 for that dim{else_}")
-
-
-def equal(name: str, strategy: Strategy, what: str) -> None:
-    """Raise StrategyError unless all inputs have the same split counts."""
-    for counts in strategy[1:]:
-        if counts != strategy[0]:
-            raise failure(name, f"{what}, but get {strategy[0]} and {counts}", f"{strategy[0]} for both")
+            yield what, f"1 for that dim{else_}"
 
 
 def dim_of(name: str, dim: int, rank: int) -> int:
@@ -176,6 +181,12 @@ def dim_of(name: str, dim: int, rank: int) -> int:
         what = f"axis {dim} is out of range for an input of {rank} dims"
         raise failure(name, what, f"an axis from {-rank} to {rank - 1}")
     return dim % rank
+
+
+def refuse(name: str, faults: Faults) -> None:
+    """Raise StrategyError for the first fault."""
+    for what, fix in faults:
+        raise failure(name, what, fix)
 
 
 def failure(name: str, what: str, fix: str) -> StrategyError:

@@ -86,13 +86,15 @@ def _in_torchs_words(name: str, x: torch.Tensor, args: tuple[Any, ...], named: d
     return TORCHS[name](x, *args, **torchs, **dim, **keepdim)
 
 
-def _in_either_words(name: str) -> Callable[..., Any]:
-    """Return the method ``x.name(...)``: torch's where it is called in torch's words, else the function of ``ops``."""
+def _calling(name: str, method_name: str = "", words: frozenset[str] = frozenset()) -> Callable[..., Any]:
+    """Return a method that calls the function ``name`` of ``ops``; called with ``words`` of torch, it is torch's."""
 
     def method(x: torch.Tensor, *args: Any, **named: Any) -> Any:
-        return _in_torchs_words(name, x, args, named) if named.keys() & WORDS else CALLED[name](x, *args, **named)
+        if words and named.keys() & words:
+            return _in_torchs_words(name, x, args, named)
+        return CALLED[name](x, *args, **named)
 
-    method.__name__ = name
+    method.__name__ = method_name or name
     return method
 
 
@@ -121,7 +123,7 @@ def _summed(x: torch.Tensor, axis: Axes = None, dtype: Any = None, keepdims: boo
     return _SUM(x, **words)
 
 
-_SUM = _in_either_words("sum")
+_SUM = _calling("sum", words=WORDS)
 
 
 def transpose(x: torch.Tensor, *axes: Any) -> torch.Tensor:
@@ -198,14 +200,6 @@ def taken(x: torch.Tensor, indices: Any, axis: int | None = None, mode: str = "c
     return chosen.reshape(*x.shape[:axis], *places.shape, *x.shape[axis % x.dim() + 1 :])
 
 
-def _as_function(name: str) -> Callable[..., Any]:
-    def method(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return CALLED[name](x, *args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
 def _flattened(x: torch.Tensor, *dims: Any, order: str = "C", **named: Any) -> Any:
     """Flatten all dims, or ``start_dim`` to ``end_dim``. With ``order="F"`` the first dim varies fastest."""
     if order not in ("C", "F"):
@@ -246,6 +240,7 @@ _FUNCTIONS = """
     approximate_equal cumsum expand_dims gather_elements gather_nd inv invert split top_k reverse
     reverse_sequence searchsorted unsorted_segment_max unsorted_segment_min unsorted_segment_prod xdivy addcdiv
     addcmul index_fill scatter"""
+_SCATTERS = "scatter_sub scatter_mul scatter_div scatter_max scatter_min"
 _REDUCTIONS = "mean all any prod std var median"
 METHODS: dict[str, Any] = {
     **{name: _of_array(name) for name in REFLECTED},
@@ -280,11 +275,11 @@ METHODS: dict[str, Any] = {
     "ptp": lambda x, axis=None, keepdims=False: x.amax(dims_of(x, axis), keepdims) - x.amin(dims_of(x, axis), keepdims),
     "strides": property(lambda x: tuple(x.element_size() * step for step in x.stride())),
     "has_init": property(lambda x: False), "tobytes": lambda x: asnumpy(x).tobytes(),
-    **{f"scatter_{kind}": _as_function(f"tensor_scatter_{kind}") for kind in ("sub", "mul", "div", "max", "min")},
-    **{name: _as_function(name) for name in _FUNCTIONS.split()},
-    **{name: _in_either_words(name) for name in _REDUCTIONS.split()},
+    **{name: _calling(f"tensor_{name}", name) for name in _SCATTERS.split()},
+    **{name: _calling(name) for name in _FUNCTIONS.split()},
+    **{name: _calling(name, words=WORDS) for name in _REDUCTIONS.split()},
     "sum": _summed,
-    "norm": lambda x, *args, **words: (TORCHS["norm"] if "p" in words else _as_function("norm"))(x, *args, **words),
+    "norm": lambda x, *args, **words: (TORCHS["norm"] if "p" in words else CALLED["norm"])(x, *args, **words),
 }  # fmt: skip
 TORCHS: dict[str, Callable[..., Any]] = {  # torch's own methods, before in_words replaces them
     name: getattr(torch.Tensor, name) for name in (*METHODS, "clone", "reshape") if hasattr(torch.Tensor, name)

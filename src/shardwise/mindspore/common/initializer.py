@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,38 +56,13 @@ def _truncated(tensor: Tensor, random: Any, *, sigma: float = 0.01, mean: float 
     return torchs.trunc_normal_(tensor, mean, sigma, mean + sigma * a, mean + sigma * b, generator=random)
 
 
-def _xavier(tensor: Tensor, gain: float, numerator: int) -> float:
-    return gain * math.sqrt(numerator / sum(_fans(tensor)))
-
-
-def _he(tensor: Tensor, negative_slope: float, mode: str, nonlinearity: str) -> float:
-    """Return the deviation ``gain / sqrt(fan)``."""
-    fan_in, fan_out = _fans(tensor)
-    return torchs.calculate_gain(cast(Any, nonlinearity), negative_slope) / math.sqrt(
-        fan_in if mode == "fan_in" else fan_out
-    )
-
-
 def _check_nonlinearity(name: str, nonlinearity: Any) -> Any:
     torchs.calculate_gain(nonlinearity)  # raises ValueError
     return nonlinearity
 
 
-def _he_uniform(tensor: Tensor, random: Any, *, negative_slope: float = 0, mode: str = "fan_in",
-                nonlinearity: str = "leaky_relu") -> Tensor:  # fmt: skip
-    """Uniform with the variance ``gain**2 / fan`` (He et al., ICCV 2015).
-
-    ``gain`` is that of ``nonlinearity`` ("relu", "leaky_relu" with ``negative_slope``, "tanh", "sigmoid"); ``mode``
-    chooses "fan_in" or "fan_out".
-    """
-    bound = math.sqrt(3) * _he(tensor, negative_slope, mode, nonlinearity)
-    return tensor.uniform_(-bound, bound, generator=random)
-
-
-def _scaled(tensor: Tensor, random: Any, *, scale: float = 1.0, mode: str = "fan_in",
-            distribution: str = "truncated_normal") -> Tensor:  # fmt: skip
-    """A distribution with the variance ``scale / fan``. ``mode``: "fan_in", "fan_out" or "fan_avg"; ``distribution``:
-    "truncated_normal" (within two deviations), "untruncated_normal" or "uniform"."""
+def _drawn(tensor: Tensor, random: Any, scale: float, mode: str, distribution: str) -> Tensor:
+    """Draw values of the variance ``scale / fan``; a truncated normal is cut at two deviations."""
     fan_in, fan_out = _fans(tensor)
     fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[mode]
     sigma = math.sqrt(scale / max(1.0, fan))
@@ -99,9 +74,21 @@ def _scaled(tensor: Tensor, random: Any, *, scale: float = 1.0, mode: str = "fan
     return torchs.trunc_normal_(tensor, 0, wide, -2 * wide, 2 * wide, generator=random)
 
 
+def _he(distribution: str) -> Function:
+    return lambda tensor, random, *, negative_slope=0, mode="fan_in", nonlinearity="leaky_relu": _drawn(
+        tensor, random, torchs.calculate_gain(nonlinearity, negative_slope) ** 2, mode, distribution)  # fmt: skip
+
+
+_CHECKS = {
+    "mode": one_of("fan_in", "fan_out", "fan_avg"), "nonlinearity": _check_nonlinearity,
+    "distribution": one_of("truncated_normal", "untruncated_normal", "uniform"),
+}  # fmt: skip
+_HE = {"checks": _CHECKS | {"mode": one_of("fan_in", "fan_out")}}
 CLASSES = classes_of({
     "Constant": lambda tensor, random, *, value: tensor.fill_(value),
     "Dirac": lambda tensor, random, *, groups=1: torchs.dirac_(tensor, groups),
+    "HeNormal": (None, _he("untruncated_normal"), _HE),
+    "HeUniform": (None, _he("uniform"), _HE),
     "Identity": lambda tensor, random: torchs.eye_(tensor),
     "Normal": lambda tensor, random, *, sigma=0.01, mean=0.0: tensor.normal_(mean, sigma, generator=random),
     "One": lambda tensor, random: tensor.fill_(1),
@@ -109,20 +96,13 @@ CLASSES = classes_of({
     "Sparse": lambda tensor, random, *, sparsity, sigma=0.01: torchs.sparse_(tensor, sparsity, sigma, generator=random),
     "TruncatedNormal": _truncated,
     "Uniform": lambda tensor, random, *, scale=0.07: tensor.uniform_(-scale, scale, generator=random),
-    "XavierNormal": lambda tensor, random, *, gain=1: tensor.normal_(0, _xavier(tensor, gain, 2), generator=random),
-    "XavierUniform": lambda tensor, random, *, gain=1: tensor.uniform_(
-            -_xavier(tensor, gain, 6), _xavier(tensor, gain, 6), generator=random),
+    "VarianceScaling": lambda tensor, random, *, scale=1.0, mode="fan_in", distribution="truncated_normal": _drawn(
+            tensor, random, scale, mode, distribution),
+    "XavierNormal": lambda tensor, random, *, gain=1: _drawn(
+            tensor, random, gain**2, "fan_avg", "untruncated_normal"),
+    "XavierUniform": lambda tensor, random, *, gain=1: _drawn(tensor, random, gain**2, "fan_avg", "uniform"),
     "Zero": lambda tensor, random: tensor.fill_(0),
-}, _Known, __name__) | classes_of({
-    "HeNormal": lambda tensor, random, *, negative_slope=0, mode="fan_in", nonlinearity="leaky_relu": tensor.normal_(
-            0, _he(tensor, negative_slope, mode, nonlinearity), generator=random),
-    "HeUniform": _he_uniform,
-}, _Known, __name__, checks={"mode": one_of("fan_in", "fan_out"), "nonlinearity": _check_nonlinearity}) | classes_of({
-    "VarianceScaling": _scaled,
-}, _Known, __name__, checks={
-    "mode": one_of("fan_in", "fan_out", "fan_avg"),
-    "distribution": one_of("truncated_normal", "untruncated_normal", "uniform"),
-})  # fmt: skip
+}, _Known, __name__, checks=_CHECKS)  # fmt: skip
 globals().update(CLASSES)
 _NAMED: dict[str, Callable[[], Initializer]] = {
     **{name.lower(): kind for name, kind in CLASSES.items() if name not in ("Constant", "Sparse")},

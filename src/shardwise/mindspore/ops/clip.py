@@ -39,7 +39,10 @@ def clip_by_global_norm(
     if number("clip_norm", clip_norm) <= 0:
         raise ValueError(problem(f"clip_norm is {clip_norm}", fix="give a number above 0"))
     norm = torch.as_tensor(use_norm) if use_norm is not None else _norm(x)
-    factor = clip_norm / norm.clamp(min=clip_norm)
+    return _scaled(x, clip_norm / norm.clamp(min=clip_norm))
+
+
+def _scaled(x: Sequence[Tensor], factor: Tensor) -> tuple[Tensor, ...]:
     return tuple(as_gradient((t * factor.to(t.device)).to(t.dtype), parameter_of(t)) for t in x)
 
 
@@ -50,8 +53,7 @@ def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfi
     norm = _norm(listed, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(problem(f"the norm is {float(norm)}", fix="error_if_nonfinite=False"))
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    scaled = [as_gradient((t * factor).to(t.dtype), parameter_of(t)) for t in listed]
+    scaled = _scaled(listed, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return scaled[0] if isinstance(x, Tensor) else type(x)(scaled)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -34,24 +35,19 @@ def differentiate(
 
     A split network computes a loss vector in parts, and this rank's part is returned.
     """
-    options = context.options()
-    before = [weight.grad for weight in weights]
-    for weight in weights:
-        weight.grad = None
-    split = None
-    if isinstance(network, nn.Module) and calls.is_split() and calls.is_outermost():
-        own_inputs, own_kwargs = pytree.tree_map(plain, (tuple(inputs), kwargs))
-        split, result = engine.run(network, own_inputs, own_kwargs, sens)
-    else:
-        with calls.set_within(_DIFFERENTIATED, True):
-            result = network(*inputs, **kwargs)
-    loss = result[0] if isinstance(result, (tuple, list)) else result
-    if loss.requires_grad:  # not where every weight is frozen
-        (loss.sum() * sens if sens != 1.0 else loss.sum()).backward()
-    grads = tuple(torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
-    note_overflow((loss, *grads))
-    for weight, grad in zip(weights, before, strict=True):
-        weight.grad = grad
+    options, split = context.options(), None
+    with _without_gradients(weights):
+        if isinstance(network, nn.Module) and calls.is_split() and calls.is_outermost():
+            own_inputs, own_kwargs = pytree.tree_map(plain, (tuple(inputs), kwargs))
+            split, result = engine.run(network, own_inputs, own_kwargs, sens)
+        else:
+            with calls.set_within(_DIFFERENTIATED, True):
+                result = network(*inputs, **kwargs)
+        loss = result[0] if isinstance(result, (tuple, list)) else result
+        if loss.requires_grad:  # not where every weight is frozen
+            (loss.sum() * sens if sens != 1.0 else loss.sum()).backward()
+        grads = tuple(torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
+        note_overflow((loss, *grads))
     if split is not None:
         if options.gradients_mean:
             grads = tuple(grad / averaged_over(weight) for grad, weight in zip(grads, weights, strict=True))
@@ -59,6 +55,17 @@ def differentiate(
             own_loss = engine.own_part(split, 0, loss.detach())
             result = (own_loss, *result[1:]) if isinstance(result, (tuple, list)) else own_loss
     return _detached(result), tuple(map(as_gradient, grads, weights))
+
+
+@contextmanager
+def _without_gradients(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Clear the gradients of tensors within the context, and restore them behind it."""
+    before = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    yield
+    for tensor, grad in zip(tensors, before, strict=True):
+        tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # the tensor may be split by now
 
 
 def _detached(result: Any) -> Any:
@@ -105,29 +112,19 @@ def value_and_grad(
             if not (is_inner and inputs[position].requires_grad):
                 inputs[position] = inputs[position].detach().requires_grad_()
         targets = [*(inputs[position] for position in positions), *(listed or ())]
-        before = [tensor.grad for tensor in listed or ()]
-        for tensor in targets:
-            tensor.grad = None
-        with calls.set_within(_DIFFERENTIATED, True):
-            result = fn(*map(as_ours, inputs), **kwargs)
-        outputs = result if isinstance(result, (tuple, list)) else (result,)
-        losses = outputs[:1] if has_aux else outputs
-        for loss in losses:
-            if not isinstance(loss, torch.Tensor):
-                what = f"value_and_grad differentiates the sum of all outputs, and one is {loss!r}"
-                raise TypeError(problem(what, fix="return tensors, or the loss first, with has_aux=True"))
-        total = torch.stack([loss.sum() for loss in losses]).sum()
-        if not total.requires_grad:  # nothing in it depends on what is asked for
-            grads_or_none: tuple[torch.Tensor | None, ...] = (None,) * len(targets)
-        elif is_inner:
-            grads_or_none = torch.autograd.grad(total, targets, create_graph=True, allow_unused=True)
-        else:
-            total.backward()
-            grads_or_none = tuple(tensor.grad for tensor in targets)
-        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(targets, grads_or_none, strict=True))
-        note_overflow((total, *grads))
-        for tensor, grad in zip(listed or (), before, strict=True):
-            tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # the tensor may be split by now
+        with _without_gradients(targets):
+            with calls.set_within(_DIFFERENTIATED, True):
+                result = fn(*map(as_ours, inputs), **kwargs)
+            total = _total(result, has_aux)
+            if not total.requires_grad:  # nothing in it depends on what is asked for
+                found: Sequence[torch.Tensor | None] = (None,) * len(targets)
+            elif is_inner:
+                found = torch.autograd.grad(total, targets, create_graph=True, allow_unused=True)
+            else:
+                total.backward()
+                found = [tensor.grad for tensor in targets]
+            grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(targets, found, strict=True))
+            note_overflow((total, *grads))
         as_tensors = tuple(map(as_ours, grads))
         input_grads, others = as_tensors[: len(positions)], as_tensors[len(positions) :]
         first = labelled(positions, input_grads, isinstance(grad_position, int)) if positions else ()
@@ -136,6 +133,17 @@ def value_and_grad(
         return (result if is_inner else _detached(result)), both
 
     return differentiated
+
+
+def _total(result: Any, has_aux: bool) -> torch.Tensor:
+    """Return the sum of all outputs, or of the first."""
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    losses = outputs[:1] if has_aux else outputs
+    for loss in losses:
+        if not isinstance(loss, torch.Tensor):
+            what = f"value_and_grad differentiates the sum of all outputs, and one is {loss!r}"
+            raise TypeError(problem(what, fix="return tensors, or the loss first, with has_aux=True"))
+    return torch.stack([loss.sum() for loss in losses]).sum()
 
 
 def grad(
@@ -174,8 +182,7 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
         for key, counts in (parameter_plan or {}).items()
     }
 
-    def enter(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _split_as(name, "inputs", inputs, args)
+    enter = partial(_split_as, name, "inputs", inputs)
 
     def leave(result: Any) -> Any:
         if not isinstance(result, (tuple, list)):
@@ -246,8 +253,7 @@ def _transformed(
     def total(*targets: Any) -> tuple[Any, Any]:
         places = dict(zip(positions, targets, strict=True))
         result = fn(*(places.get(place, value) for place, value in enumerate(inputs)))
-        outputs = result if isinstance(result, (tuple, list)) else (result,)
-        return torch.stack([loss.sum() for loss in (outputs[:1] if has_aux else outputs)]).sum(), result
+        return _total(result, has_aux), result
 
     targets = (inputs[position] for position in positions)
     grads, result = torch.func.grad(total, tuple(range(len(positions))), has_aux=True)(*targets)
@@ -261,11 +267,8 @@ def _of_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:
 def jvp(fn: Callable[..., Any], inputs: Any, v: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """Return the results of ``fn`` and its Jacobian's product with ``v``. ``has_aux`` appends all other outputs."""
     inputs, v = (x if isinstance(x, (tuple, list)) else (x,) for x in (inputs, v))
-    plain_fn = _plainly(fn, has_aux)
-    result: tuple[Any, ...] = _of_tensors(lambda *both: torch.func.jvp(plain_fn, both[0], both[1], has_aux=has_aux))(
-        tuple(inputs), tuple(v)
-    )
-    return result
+    product = _of_tensors(partial(torch.func.jvp, _plainly(fn, has_aux), has_aux=has_aux))
+    return tuple(product(tuple(inputs), tuple(v)))
 
 
 def vjp(fn: Callable[..., Any], *inputs: Any, weights: Any = None, has_aux: bool = False) -> tuple[Any, ...]:
@@ -273,8 +276,7 @@ def vjp(fn: Callable[..., Any], *inputs: Any, weights: Any = None, has_aux: bool
     input (for one input not in a tuple). ``has_aux`` appends all other outputs."""
     if weights is not None:
         raise NotImplementedError(problem("vjp(weights=...)", fix="ms.grad(fn, None, weights), with a weighted sum"))
-    plain_fn = _plainly(fn, has_aux)
-    value, pulled, *aux = torch.func.vjp(plain_fn, *map(plain, inputs), has_aux=has_aux)
+    value, pulled, *aux = torch.func.vjp(_plainly(fn, has_aux), *map(plain, inputs), has_aux=has_aux)
 
     def product(*v: Any) -> Any:
         cotangents = tuple(map(plain, v))
@@ -286,14 +288,12 @@ def vjp(fn: Callable[..., Any], *inputs: Any, weights: Any = None, has_aux: bool
 
 def jacrev(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
     """Return the reverse-mode Jacobian of ``fn``; with ``has_aux`` of its first output, and the other outputs."""
-    plain_fn = _plainly(fn, has_aux)
-    return _of_tensors(torch.func.jacrev(plain_fn, grad_position, has_aux=has_aux))
+    return _of_tensors(torch.func.jacrev(_plainly(fn, has_aux), grad_position, has_aux=has_aux))
 
 
 def jacfwd(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
     """Return the Jacobian like ``jacrev``, in forward mode."""
-    plain_fn = _plainly(fn, has_aux)
-    return _of_tensors(torch.func.jacfwd(plain_fn, grad_position, has_aux=has_aux))
+    return _of_tensors(torch.func.jacfwd(_plainly(fn, has_aux), grad_position, has_aux=has_aux))
 
 
 def depend(value: Any, expr: Any) -> Any:

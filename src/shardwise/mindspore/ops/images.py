@@ -11,11 +11,10 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.mindspore import strict
 from shardwise.mindspore.checks import channels_first, one_of
 from shardwise.mindspore.named import SETTINGS
 from shardwise.mindspore.ops.primitive import OfSettings
-from shardwise.mindspore.strict import Shapes, Strategy
+from shardwise.mindspore.strict import Faults, Shapes, Strategy
 
 Sizes = int | Sequence[int]
 MODES = ("valid", "same", "pad")
@@ -241,13 +240,13 @@ class _Windowed(OfSettings):
         left, right = same_padding(shape[-1], self.reach[1], self.stride[1])
         return top, bottom, left, right
 
-    def check_windows(self, counts: tuple[int, ...]) -> None:
+    def faults(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Faults:
         """Allow a split of height and width only in mode "same", or in mode "valid" if windows do not overlap."""
+        counts = strategy[0]
         for dim in (2, 3):
             kernel, stride = self.reach[dim - 2], self.stride[dim - 2]
             if counts[dim] > 1 and (self.pad_mode == "pad" or (self.pad_mode == "valid" and kernel > stride)):
-                raise strict.failure(
-                    self.title,
+                yield (
                     f"the strategy {counts} splits dim {dim} in {counts[dim]} parts, but in {self.pad_mode} mode with "
                     f"kernel {kernel} (dilated) and stride {stride} it cannot be split",
                     "1 for height and width, pad_mode='same', or set_auto_parallel_context(strict=False)",
@@ -278,20 +277,17 @@ class Conv2D(_Windowed, **SETTINGS["ops.Conv2D"]):
         pad = F.pad if strategy is None else sw.shard(F.pad, strategy[:1])
         return pad(x, (left, right, top, bottom)), weight, (0, 0)
 
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+    def faults(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Faults:
         images, (co, ci, *kernel) = strategy
         if prod(kernel) != 1:
-            raise self.refused(f"the strategy {strategy[1]} splits the kernel's height or width", f"({co}, {ci}, 1, 1)")
+            yield f"the strategy {strategy[1]} splits the kernel's height or width", f"({co}, {ci}, 1, 1)"
         if self.group != 1 and (co > 1 or images[1] > 1 or ci > 1):
-            what = (
-                f"the group is {self.group}, the cout can not be split or the cin can not be split, but get cin "
-                f"{images[1]}, {ci}, cout {co}"
-            )
-            raise self.refused(what, "1 for the channels of a grouped convolution")
+            what = f"the group is {self.group}, the cout can not be split or the cin can not be split, but get cin "
+            yield f"{what}{images[1]}, {ci}, cout {co}", "1 for the channels of a grouped convolution"
         if images[1] != ci:
             what = f"the shard num of cin of x is {images[1]}, but the shard num of cin of the weight is {ci}"
-            raise self.refused(what, "both are the channels that the convolution sums over: split them equally")
-        self.check_windows(images)
+            yield what, "both are the channels that the convolution sums over: split them equally"
+        yield from super().faults(strategy, shapes, args)
 
 
 class Conv2DTranspose(OfSettings, **SETTINGS["ops.Conv2DTranspose"]):
@@ -333,9 +329,6 @@ class _Pool(_Windowed, kernel_size=1, strides=1, pad_mode="valid", data_format="
 
     def compute(self, x: Any) -> Any:
         return pool(type(self).function, x, self.kernel_size, self.stride, self.pad_mode)
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        self.check_windows(strategy[0])
 
 
 class MaxPool(_Pool):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from shardwise.mindspore import context, strict
 from shardwise.mindspore.named import classes_of
 from shardwise.mindspore.ops.primitive import Names, OfSettings, Simple, along, counted, notation
-from shardwise.mindspore.strict import Shapes, Strategy
+from shardwise.mindspore.strict import Faults, Shapes, Strategy
 
 
 def _numbered(letters: str, shapes: Shapes) -> Names:
@@ -112,78 +112,61 @@ class Gather(OfSettings, batch_dims=0):
             return ((params[0], *(1,) * (len(indices) - 1), *params[1:]),)
         return None
 
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+    def faults(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Faults:
         params, indices = strategy
-        axis = self._axis(args, shapes)
-        lengths = self._manual()
+        axis, lengths, devices = self._axis(args, shapes), self._manual(), context.options().stage_devices
         if lengths is not None:
-            self._check_manual(params, indices, shapes, axis, lengths)
-        elif self.batch_dims:
-            strict.whole(self.title, params, (axis,), "along which the batched lookup goes")
+            for what, fix in self._faults_of_lengths(params, indices, shapes, axis, lengths):
+                yield f"manual_split {lengths}: {what}", fix
+            return
+        if self.batch_dims:
+            yield from strict.whole(params, (axis,), "along which the batched lookup goes")
             if params[: self.batch_dims] != indices[: self.batch_dims]:
                 what = f"the strategy {strategy} splits the {self.batch_dims} batch dims differently"
-                raise self.refused(what, "the same numbers for the batch dims of both inputs")
-        elif params[axis] > 1:
-            self._check_split_axis(params, indices, shapes, axis)
-
-    def _check_split_axis(self, params: tuple[int, ...], indices: tuple[int, ...], shapes: Shapes, axis: int) -> None:
-        devices = context.options().stage_devices
+                yield what, "the same numbers for the batch dims of both inputs"
+        if self.batch_dims or params[axis] == 1:
+            return
         both = axis == 0 and prod(indices) == indices[0] and prod(params) == params[0]
         if prod(indices) > 1 and not (both and indices[0] * params[0] == devices):
             what = f"param is split at dim (axis){axis} ,index can't be split. param: {params}, index: {indices}"
-            fix = f"({params}, {(1,) * len(indices)}); or both first dims, if their product is {devices}"
-            raise self.refused(what, fix)
+            yield what, f"({params}, {(1,) * len(indices)}); or both first dims, if their product is {devices}"
         if len(params) > 2:
             what = f"param is split at dim (axis){axis} and has {len(params)} dims, more than 2: {params}"
-            raise self.refused(what, "leave that dim whole, or set_auto_parallel_context(strict=False)")
+            yield what, "leave that dim whole, or set_auto_parallel_context(strict=False)"
         if axis == 1 and shapes[0][0] % (params[0] * params[1]):
-            raise self.refused(
-                f"index_shape[0] {shapes[0][0]} can't be divided by {params[0]} * {params[1]}: the result is scattered",
-                f"numbers whose product divides {shapes[0][0]}",
-            )
+            what = f"index_shape[0] {shapes[0][0]} can't be divided by {params[0]} * {params[1]}"
+            yield f"{what}: the result is scattered", f"numbers whose product divides {shapes[0][0]}"
         if axis == 1 and prod(params) != devices:
-            what = (
-                f"param is split at dim (axis)1, repeated calculation is not supported: the strategy {params} uses "
-                f"{prod(params)} of {devices} devices"
-            )
-            raise self.refused(what, f"numbers whose product is {devices}")
+            what = "param is split at dim (axis)1, repeated calculation is not supported: the strategy "
+            yield f"{what}{params} uses {prod(params)} of {devices} devices", f"numbers whose product is {devices}"
 
-    def _check_manual(
+    def _faults_of_lengths(
         self, params: tuple[int, ...], indices: tuple[int, ...], shapes: Shapes, axis: int, lengths: Any
-    ) -> None:
-        def fail(what: str, fix: str) -> strict.StrategyError:
-            return strict.failure(self.title, f"manual_split {lengths}: {what}", fix)
-
+    ) -> Faults:
         rows, devices = shapes[0][0], context.options().stage_devices
         if axis != 0:
-            raise fail(f"axis must be 0, but get {axis}", "look up rows; transpose first")
+            yield f"axis must be 0, but get {axis}", "look up rows; transpose first"
         if not isinstance(lengths, (tuple, list)) or not all(type(length) is int and length > 0 for length in lengths):
-            raise fail("the numbers must be positive integers", "(10, 20, 30, 4)")
+            yield "the numbers must be positive integers", "(10, 20, 30, 4)"
         if prod(indices[:-1]) != 1:
             what = f"only the last dim of indices can be split, but get {indices}"
-            raise fail(what, f"{(*[1] * (len(indices) - 1), params[0])}")
+            yield what, f"{(*[1] * (len(indices) - 1), params[0])}"
         if indices[-1] != params[0]:
             what = f"param_strategy[0] {params[0]} must be equal to indices_strategy[-1] {indices[-1]}"
-            raise fail(what, f"({params}, {(*indices[:-1], params[0])})")
+            yield what, f"({params}, {(*indices[:-1], params[0])})"
         if len(lengths) != params[0]:
             what = f"it has {len(lengths)} numbers, and param_strategy[0] is {params[0]}"
-            raise fail(what, "one number per part of dim 0")
+            yield what, "one number per part of dim 0"
         if sum(lengths) != rows:
             what = f"Sum of split shapes {sum(lengths)} must be equal to param_shape[0] {rows}"
-            raise fail(what, f"numbers whose sum is {rows}")
+            yield what, f"numbers whose sum is {rows}"
         if prod(params) != devices:
-            raise fail(
-                f"repeated calculation is not supported: the strategy {(params, indices)} uses {prod(params)} of "
-                f"{devices} devices",
-                f"numbers whose product is {devices}",
-            )
+            what = f"repeated calculation is not supported: the strategy {(params, indices)} uses {prod(params)} of "
+            yield f"{what}{devices} devices", f"numbers whose product is {devices}"
         part = shapes[1][-1] // indices[-1]
         if min(lengths) < part:
-            raise fail(
-                f"every number must be at least the part of the last dim of indices, {shapes[1][-1]} / {indices[-1]} = "
-                f"{part}",
-                "more rows for each, or fewer fields",
-            )
+            what = f"every number must be at least the part of the last dim of indices, {shapes[1][-1]} / {indices[-1]}"
+            yield f"{what} = {part}", "more rows for each, or fewer fields"
 
 
 GatherV2, SparseGatherV2 = (  # older names; gradients of tables are dense here
@@ -235,10 +218,10 @@ class OneHot(OfSettings, axis=-1):
     def led(self, strategy: Strategy, *args: Any) -> Any:
         return counted(self.compute(*args), strategy[0])
 
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+    def faults(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Faults:
         if len(shapes[0]) != 2:
             what = f"the indices have {len(shapes[0]) - 1} dims, and only one can be split"
-            raise self.refused(what, "reshape them to one dim, or set_auto_parallel_context(strict=False)")
+            yield what, "reshape them to one dim, or set_auto_parallel_context(strict=False)"
 
 
 def segment_sum(input_x: Any, segment_ids: Any, num_segments: int) -> Any:

@@ -9,7 +9,7 @@ import torch
 from shardwise.errors import problem
 from shardwise.mindspore.library import leading_names
 from shardwise.mindspore.ops.primitive import Names, OfSettings, dim_names, notation
-from shardwise.mindspore.strict import Shapes, Strategy
+from shardwise.mindspore.strict import Faults, Shapes, Strategy
 
 
 class MatMul(OfSettings, transpose_a=False, transpose_b=False):
@@ -62,35 +62,30 @@ class MatMul(OfSettings, transpose_a=False, transpose_b=False):
     def _batch(self, shapes: Shapes) -> tuple[str, ...]:
         return tuple(f"b{i}" for i in range(max(map(len, shapes)) - 2, 0, -1))
 
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+    def faults(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Faults:
         if any(len(shape) < 2 for shape in shapes):
             what = f"the strategy {strategy} is for inputs {list(map(list, shapes))}, of which one is a vector"
-            raise self.refused(what, "two matrices, or set_auto_parallel_context(strict=False)")
+            yield what, "two matrices, or set_auto_parallel_context(strict=False)"
         columns, rows = (
             dict(zip(names, counts, strict=True))["k"]
             for names, counts in zip(self.dim_names(shapes, args), strategy, strict=True)
         )
         if columns != rows:
-            what = (
+            yield (
                 f"the transpose_b is {str(self.transpose_b).lower()}, the shard num of first input's column is "
-                f"{columns}, but the shard num of second input's row is {rows}"
+                f"{columns}, but the shard num of second input's row is {rows}",
+                "both are the dim that the product sums over: split it equally in both inputs",
             )
-            raise self.refused(what, "both are the dim that the product sums over: split it equally in both inputs")
-        if self.out_strategy is not None:
-            self._check_out(strategy, shapes)
-
-    def _check_out(self, strategy: Strategy, shapes: Shapes) -> None:
         counts = self.counts_by_name(strategy, shapes, ())
         a, b, c = (counts[name] for name in "mkn")
         batch = [counts[name] for name in self._batch(shapes)]
-        legal = ((*batch, a, c), (*batch, a * b, c))
-        if self.out_strategy is None or self.out_strategy in ((legal[0],), (legal[1],)):
-            return
-        what = (
-            f"the output strategy {self.out_strategy} of {strategy} is neither {(legal[0],)} (AllReduce) nor "
-            f"{(legal[1],)} (ReduceScatter)"
-        )
-        raise self.refused(what, "one of the two")
+        reduced, scattered = ((*batch, a, c),), ((*batch, a * b, c),)
+        if self.out_strategy not in (None, reduced, scattered):
+            yield (
+                f"the output strategy {self.out_strategy} of {strategy} is neither {reduced} (AllReduce) nor "
+                f"{scattered} (ReduceScatter)",
+                "one of the two",
+            )
 
 
 class BatchMatMul(MatMul):

@@ -26,7 +26,6 @@ HOMES = {
     "torch": torch, "linalg": torch.linalg, "functional": F, "fft": torch.fft, "special": torch.special,
     "method": torch.Tensor,
 }  # fmt: skip
-_WORDS = {"axis": "dim", "keep_dims": "keepdim", "keepdims": "keepdim", "x": "input", "input_x": "input"}
 
 
 def sizes_of(size: Any) -> tuple[Any, ...]:
@@ -68,11 +67,11 @@ RESULTS: dict[str, Callable[[Any, Any, dict[str, Any]], Any]] = {
 }  # fmt: skip
 
 
-def _with_words(function: Function) -> Function:
+def _as_in_torch(function: Function) -> Function:
     function = in_order(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _plain(function(*args, **{_WORDS.get(word, word): value for word, value in kwargs.items()}))
+        return _plain(function(*args, **kwargs))
 
     vars(call)["__signature__"] = _signature(function)
     return call
@@ -150,7 +149,7 @@ def rows_of(home: str, text: str) -> Iterator[tuple[str, Function]]:
         names, *arguments = row.split()
         name, _, torchs = names.partition("=")
         function = getattr(HOMES[home], torchs or name)
-        yield name, TorchFunction(name, function, " ".join(arguments)) if arguments else _with_words(function)
+        yield name, TorchFunction(name, function, " ".join(arguments)) if arguments else _as_in_torch(function)
 
 
 def of_torch(tables: dict[str, str]) -> dict[str, Function]:

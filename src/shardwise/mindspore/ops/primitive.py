@@ -17,7 +17,7 @@ from shardwise.mindspore import calls, context, strict
 from shardwise.mindspore.layout import AXIS, Layout, Layouts, as_counts
 from shardwise.mindspore.library import axes_of_counts
 from shardwise.mindspore.named import WithSettings
-from shardwise.mindspore.strict import Shapes, Strategy
+from shardwise.mindspore.strict import Faults, Shapes, Strategy
 
 _HOST_OPERANDS: ContextVar[list[torch.Tensor] | None] = ContextVar("shardwise_host_operands", default=None)
 _UNSPLIT: ContextVar[bool] = ContextVar("shardwise_unsplit_operators", default=False)
@@ -132,14 +132,15 @@ class Primitive:
     def compute(self, *args: Any) -> Any:
         raise NotImplementedError(f"{self.name} computes nothing")
 
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        """Run the operator's own checks of strict mode, besides the common ones (``strict.check``). ``args``: those of
-        the call."""
-        if self.same:
-            strict.equal(self.title, strategy, self.same)
+    def faults(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Faults:
+        """Yield what strict mode refuses in a strategy, besides the common checks (``strict.check``), each with a fix.
+        ``args``: those of the call."""
+        for counts in strategy[1:]:
+            if self.same and counts != strategy[0]:
+                yield f"{self.same}, but get {strategy[0]} and {counts}", f"{strategy[0]} for both"
         for index, (dims, why) in self.whole(shapes, args).items():
             dims = [strict.dim_of(self.title, dim, len(shapes[index])) for dim in dims]
-            strict.whole(self.title, strategy[index], dims, why)
+            yield from strict.whole(strategy[index], dims, why)
 
     def whole(self, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
         """Return for operands the dims that strict mode does not split, and what the operator does with them."""

@@ -12,7 +12,7 @@ from shardwise.mindspore import strict
 from shardwise.mindspore.named import classes_of
 from shardwise.mindspore.ops.of_torch import of_functions
 from shardwise.mindspore.ops.primitive import OfSettings, Primitive, Simple, Whole, along
-from shardwise.mindspore.strict import Shapes, Strategy
+from shardwise.mindspore.strict import Faults, Shapes, Strategy
 
 
 def _squeezed(x: Any, axis: Any) -> Any:
@@ -49,16 +49,16 @@ class _Cut(Primitive):
     def compute(self, x: Any, *args: Any) -> Any:
         return x[self.slices(x.shape, *args)]
 
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
+    def faults(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Faults:
         (counts,), (shape,) = strategy, shapes
         taken = self.slices(shape, *args[1:])
         plain = [cut for cut in taken if cut is not None and cut is not Ellipsis]
         if len(plain) < len(taken):  # new dims and ellipses shift positions
-            strict.whole(self.title, counts, range(len(shape)), "and a mask is not 0")
+            yield from strict.whole(counts, range(len(shape)), "and a mask is not 0")
         for dim, cut in enumerate(plain):
             if not isinstance(cut, slice) or cut.indices(shape[dim]) != (0, shape[dim], 1):
                 text = f"{cut.start}:{cut.stop}:{cut.step}" if isinstance(cut, slice) else cut
-                strict.whole(self.title, counts, (dim,), f"of which {text} is taken (a split dim must be taken whole)")
+                yield from strict.whole(counts, (dim,), f"of which {text} is taken (a split dim must be taken whole)")
 
 
 class StridedSlice(OfSettings, _Cut, begin_mask=0, end_mask=0, ellipsis_mask=0, new_axis_mask=0, shrink_axis_mask=0):
