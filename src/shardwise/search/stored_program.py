@@ -19,6 +19,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.builder import Choice
 from shardwise.programs.differentiate import finish_exchanges, keeping_all
+from shardwise.programs.float8_gathers import scaled_where_stored
 from shardwise.programs.grad_accum_program import with_once
 from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import RankProgram
@@ -133,6 +134,10 @@ def build_stored_program(
         fixed = {s.value: choice.sources[s.value] for s in graph.sources if settings.layouts.keys() & set(s.names)}
         choice = shard_storage(choice, spmd, settings.zero)
         choice = replace(choice, sources={**choice.sources, **fixed})
+        spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
+    scaled = scaled_where_stored(choice, graph, rules)
+    if scaled != choice:
+        choice = scaled
         spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
     return StoredProgram(choice, replace(spmd, lifetimes=Lifetimes(prefetch=settings.prefetch)), vjp_cache)
 
