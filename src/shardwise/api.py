@@ -115,7 +115,7 @@ def plan(
             and they are converted. Use it for the way a data loader splits its batches, for example.
         bucket_bytes: The largest message, in bytes, that carries several gradients or gathered parameters; 0: one
             message each. Default: 25 MiB, or where layouts are chosen by price, without stages, the size with the
-            shortest simulated step that fits.
+            shortest simulated step that fits. The prefetch depth of gathers is chosen so for a given size, too.
         imbalance: Rows that are planned for on the busiest device that owns experts, over the mean of the owners, in
             seconds and bytes. A step may have more: it takes longer, and needs more memory than was planned.
         recompute: What backward recomputes. ``"full"``, ``"cheap"``, ``"gathers"`` or ``"cheap+gathers"``

@@ -21,7 +21,9 @@ from runtime.interpreted import interpret_section
 from shardwise.costs.cluster_file import format_cluster, parse
 from shardwise.graph.float8 import FLOAT8_LINEAR, LARGEST, linear, scales
 from shardwise.layouts.strategy import Strategy, check_strategy
+from shardwise.plans.printing import format_entry
 from shardwise.programs import differentiate
+from shardwise.programs.float8_gathers import Float8Gathers
 from shardwise.proof.rule_check import check_rule
 from shardwise.rules import rule_of
 from shardwise.runtime import compiled
@@ -179,6 +181,55 @@ def test_micro_batches_have_scales_of_their_own(settings: dict[str, Any]) -> Non
         Gated(), batch(), devices, mesh=sw.Mesh(dp=2), mode="data_parallel", precision=precision(), **settings
     )
     assert (report := sw.verify(Gated(), batch(), plan, steps=2)).ok, str(report)
+
+
+class Tied(nn.Module):
+    """Its table is the weight of its head; ``up`` and ``down`` are read once, ``shared`` twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(48, 16), nn.Linear(16, 32, bias=False), nn.Linear(32, 16)
+        self.shared, self.head = nn.Linear(16, 16), nn.Linear(16, 48, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = self.shared(self.table(ids))
+        x = self.shared(x + self.down(F.silu(self.up(x))))
+        return self.head(x).flatten(0, 1).float().square().mean() + F.mse_loss(x.float(), target)
+
+
+GATHERED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "ZeRO 3": ({"mesh": sw.Mesh(dp=2)}, {"up", "down", "shared"}),
+    "micro-batches": ({"mesh": sw.Mesh(dp=2), "micro_batch": 2}, {"up", "down", "shared"}),
+    "stages": ({"mesh": sw.Mesh(dp=2), "micro_batch": 2, "stages": 2}, {"up", "down", "shared"}),
+    "tensors split": (
+        {"mesh": sw.Mesh(dp=2, tp=2), "mode": "semi_auto", "strategies": {"up": "n@tp", "down": "k@tp"}},
+        {"up", "down", "shared"},
+    ),
+    "by price": ({"mesh": sw.Mesh(dp=2), "mode": "auto", "search": "dynamic_programming"}, set()),
+    "by rows": ({"mesh": sw.Mesh(dp=2), "precision": precision("float8 rows")}, set()),
+}
+
+
+@pytest.mark.parametrize(("settings", "rounded"), GATHERED.values(), ids=GATHERED)
+def test_weights_in_parts_are_gathered_in_float8(settings: dict[str, Any], rounded: set[str]) -> None:
+    """Those that only products read; every other one as it is. A file keeps its messages."""
+    torch.manual_seed(0)
+    batch = torch.randint(48, (4, 3)), torch.randn(4, 3, 16)
+    options = {"mode": "data_parallel", "precision": precision(), "zero": 3, "cache": False} | settings
+    with mock.patch.object(Float8Gathers, "_may_be_rounded", return_value=False):
+        earlier = sw.plan(Tied(), batch, settings["mesh"].num_devices * settings.get("stages", 1), **options)
+    plan = sw.plan(Tied(), batch, earlier.plan.num_ranks, **options)
+    entries = [c for stage in plan.plan.stages for c in stage.conversions or () if c.source.startswith("f8[")]
+    assert {entry.value.partition(".")[0] for entry in entries} >= rounded
+    is_apart = "stages" in settings  # the stage of the head does not read the table
+    assert any(entry.value == "table.weight" for entry in entries) == is_apart
+    for each in (sw.Plan.from_json(plan.to_json()), sw.Plan.from_json(earlier.to_json())):
+        report = sw.verify(Tied(), batch, each, steps=3)
+        assert report.ok, str(report)
+    assert "f8[" not in str(earlier)
+    if settings.get("precision"):
+        assert "rounded behind the message: backward rounds it by columns" in format_entry(plan.plan, "up.weight")
 
 
 @pytest.mark.filterwarnings("ignore:products=")

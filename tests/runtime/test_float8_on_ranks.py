@@ -1,8 +1,9 @@
-"""Products in float8 on ranks: the scales of whole tensors, and the steps of one device."""
+"""Products in float8 on ranks: the scales of whole tensors, the steps of one device, and gathers in float8."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from launch.gloo_ranks import RunRanks
 from shardwise.graph.float8 import PRODUCTS, linear
+from shardwise.programs.float8_gathers import Float8Gathers
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ZeRO 3": {"mesh": sw.Mesh(dp=2), "mode": "data_parallel", "zero": 3},
@@ -32,7 +34,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def trained(products: str, **settings: Any) -> tuple[list[float], Tensor]:
     """Return the losses of steps on ranks, and the output after them."""
     precision = sw.Precision(compute=torch.bfloat16, parameter=torch.float32, products=products)
-    plan = sw.plan(model(), batch(), 2, loss=nn.functional.mse_loss, precision=precision, **settings)
+    plan = sw.plan(model(), batch(), 2, loss=nn.functional.mse_loss, precision=precision, cache=False, **settings)
     par = sw.parallelize(model(), plan, loss=nn.functional.mse_loss, compile=False)
     optimizer = torch.optim.SGD(par.parameters(), lr=0.3)
     losses = []
@@ -74,3 +76,28 @@ def test_ranks_train_as_one_device(run_ranks: RunRanks) -> None:
             for found, out in (found[products, name] for found in ranks):
                 assert found == pytest.approx(losses, rel=2**-7), (products, name)  # the resolution of bfloat16
                 assert torch.equal(out == 0, output == 0), (products, name)
+
+
+GATHERS: dict[str, dict[str, Any]] = {
+    "ZeRO 3": {"zero": 3},
+    "in every micro-batch": {"zero": 3, "micro_batch": 2},
+    "once": {"zero": 1, "micro_batch": 2},
+    "recomputed": {"zero": 3, "recompute": "full", "bucket_bytes": 0},
+}
+
+
+def gathered(name: str) -> tuple[list[float], Tensor]:
+    return trained("float8", mesh=sw.Mesh(dp=2), mode="data_parallel", **GATHERS[name])
+
+
+def with_gathers_of_both_kinds() -> dict[str, Any]:
+    found = {name: gathered(name) for name in GATHERS}
+    with mock.patch.object(Float8Gathers, "_may_be_rounded", return_value=False):
+        return {name: (found[name], gathered(name)) for name in GATHERS}
+
+
+def test_gathers_in_float8_have_the_bits_of_weights_that_are_rounded_whole(run_ranks: RunRanks) -> None:
+    for rank in run_ranks(with_gathers_of_both_kinds, 2):
+        for name, ((losses, output), (expected, expected_output)) in rank.items():
+            assert losses == expected, name
+            assert torch.equal(output, expected_output), name

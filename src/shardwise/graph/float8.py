@@ -54,9 +54,14 @@ def _without_gradient(x: Tensor, dim: Sequence[int]) -> Tensor:
 
 
 def _rounded(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a matrix in float8 and its scale [1, 1] or [rows, 1]. ``largest``: of all of it, or of every row."""
+    """Return a matrix in float8 and its scale [1, 1] or [rows, 1]. ``x``: may be rounded already; ``largest``: of all
+    of it, or of every row."""
     scale = largest.reshape(-1, 1).clamp_min(_SMALLEST) / torch.finfo(dtype).max
-    return (x / scale).to(dtype), scale  # in float32, as the scale has dims
+    return x if x.dtype == dtype else (x / scale).to(dtype), scale  # in float32, as the scale has dims
+
+
+def _to_float8(x: Tensor, largest: Tensor) -> Tensor:
+    return _rounded(x, largest, E4M3)[0]
 
 
 def _product(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
@@ -83,8 +88,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, of_x: Tensor, of_weight: Tensor, of_columns: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        of_x: Tensor,
+        of_weight: Tensor,
+        of_columns: Tensor | None,
+        rounded: Tensor | None,
     ) -> Tensor:
+        weight = weight if rounded is None else rounded
         ctx.save_for_backward(x, weight, of_x, of_weight, of_columns)
         flat = x.reshape(_rows(x), x.shape[-1])
         result = _product(_rounded(flat, of_x, E4M3), _rounded(weight, of_weight, E4M3), x.dtype)
@@ -110,7 +122,7 @@ class _Linear(torch.autograd.Function):
                 dx = _product((rounded_dy, scale), _turned(_rounded(weight, of_weight, E4M3)), x.dtype)
             if of_weight_needed:
                 dw = _product(_turned((rounded_dy, scale)), _turned(_rounded(flat, of_x, E4M3)), x.dtype)
-        return None if dx is None else dx.reshape(x.shape), dw, None, None, None
+        return None if dx is None else dx.reshape(x.shape), dw, None, None, None, None
 
 
 def _rows(x: Tensor) -> int:
@@ -122,8 +134,15 @@ def _turned(rounded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return rounded[0].t().contiguous(), rounded[1]
 
 
-def _linear(x: Tensor, weight: Tensor, of_x: Tensor, of_weight: Tensor, of_columns: Tensor | None = None) -> Tensor:
-    result: Tensor = _Linear.apply(x, weight, of_x, of_weight, of_columns)  # type: ignore[no-untyped-call]
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    of_x: Tensor,
+    of_weight: Tensor,
+    of_columns: Tensor | None = None,
+    rounded: Tensor | None = None,
+) -> Tensor:
+    result: Tensor = _Linear.apply(x, weight, of_x, of_weight, of_columns, rounded)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -139,8 +158,11 @@ def _define(schema: str, functions: Mapping[str, Callable[..., Any]]) -> OpOverl
 LARGEST: Final = _define(
     "largest(Tensor x, int[] dim) -> Tensor", {"CompositeExplicitAutograd": _largest, "Autograd": _without_gradient}
 )
+TO_FLOAT8: Final = _define("to_float8(Tensor x, Tensor largest) -> Tensor", {"CompositeExplicitAutograd": _to_float8})
+# ``rounded``: the weight in float8, where it arrives so; then only the cotangent of ``weight`` is computed.
 FLOAT8_LINEAR: Final = _define(
-    "float8_linear(Tensor x, Tensor weight, Tensor of_x, Tensor of_weight, Tensor? of_columns=None) -> Tensor",
+    "float8_linear(Tensor x, Tensor weight, Tensor of_x, Tensor of_weight, Tensor? of_columns=None, "
+    "Tensor? rounded=None) -> Tensor",
     {"CompositeImplicitAutograd": _linear},
 )
 

@@ -61,6 +61,7 @@ from shardwise.rules.keyed_rows import IMBALANCE
 from shardwise.runtime.agree import rank_and_world_size, report_alive, show_progress_once
 from shardwise.search.auto import PRICED_SEARCHES, MeshSearch
 from shardwise.search.axis_names import AxisUsage, mesh_by_roles
+from shardwise.search.constants import BUCKET_SIZES
 from shardwise.search.decide import check_layout_names
 from shardwise.search.planner import StagePlan
 from shardwise.search.planning_cache import PlanningCache
@@ -272,10 +273,12 @@ class Planning:
         """The settings of a search on one mesh."""
         parallel = self.request.parallel
         bucket_bytes = BUCKET_BYTES if parallel.bucket_bytes is None else parallel.bucket_bytes
-        sizes_messages = parallel.bucket_bytes is None and parallel.stages is None and parallel.schedule is None
+        message_sizes = None
+        if bucket_bytes and parallel.stages is None and parallel.schedule is None:
+            message_sizes = BUCKET_SIZES if parallel.bucket_bytes is None else ()
         return SearchConfig(
             self.search, self.request.training.optimizer, 1, self.request.search.memory_bytes, bucket_bytes,
-            sizes_messages, layouts=parallel.layouts or {}, zero=parallel.zero_config, known=self.known,
+            message_sizes, layouts=parallel.layouts or {}, zero=parallel.zero_config, known=self.known,
             imbalance=float(parallel.imbalance),
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
+from shardwise.graph.float8 import E4M3
 from shardwise.graph.ir import Graph, Value
 from shardwise.graph.naming import value_name
 from shardwise.layouts.choice import INVARIANT, AxisChoice, Choices, Split, Where, where_of
@@ -25,7 +26,16 @@ from shardwise.programs.buckets import Bucket
 from shardwise.programs.builder import Choice, fewest_bytes
 from shardwise.programs.grad_accum_program import converted_once
 from shardwise.programs.lower import lowered_operators
-from shardwise.programs.spmd import Lifetimes, SpmdProgram, fill, insert_conversions, place_ops, with_buckets
+from shardwise.programs.spmd import (
+    Lifetimes,
+    SpmdProgram,
+    fill,
+    gather_in_float8,
+    insert_conversions,
+    place_ops,
+    with_buckets,
+)
+from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.search.decide import with_cuts
@@ -100,6 +110,9 @@ def program_of_choice(
     route = ListedPaths.of(stage, lowered, sizes_match=is_planned)
     spmd = insert_conversions(placed, lowered, replace(choice, route=route), stage.mesh)
     if is_planned and stage.conversions is not None:
+        entries = [entry for entry in stage.conversions if entry.source.startswith(f"{format_dtype(E4M3)}[")]
+        rounded = {_entry_key(entry, stage.mesh) for entry in entries}
+        spmd = gather_in_float8(spmd, lambda conversion: _conversion_key(conversion, spmd.graph) in rounded)
         try:
             spmd = with_buckets(spmd, _listed_buckets(stage, spmd))
         except LayoutError as error:
@@ -107,7 +120,7 @@ def program_of_choice(
             raise PlanError(f"the buckets that the plan lists do not fit its program: {error}", fix=fix) from error
     else:
         gathers_again = any(entry.again for entry in stage.parameters)
-        spmd = fill(spmd, plan.bucket_bytes, original, by_block=gathers_again)
+        spmd = fill(gather_in_float8(spmd), plan.bucket_bytes, original, by_block=gathers_again)
     lifetimes = _lifetimes(stage, spmd, graph, listed=is_planned and stage.conversions is not None)
     spmd = replace(spmd, lifetimes=replace(lifetimes, prefetch=plan.prefetch))
     spmd = _with_once(stage, spmd, graph, listed=is_planned and stage.conversions is not None)
@@ -123,19 +136,27 @@ def is_planned_for(plan: Plan, graph: Graph, training: bool | None) -> bool:
     return same_mode and same_inputs(plan, graph) and {op.name for op in graph.ops} == plan.strategies.keys()
 
 
+def _conversion_key(conversion: Conversion, graph: Graph) -> tuple[str, str]:
+    return value_name(conversion.origin, graph), format_layout(conversion.target)
+
+
+def _entry_key(entry: ConversionEntry, mesh: Mesh) -> tuple[str, str]:
+    return entry.value, format_layout(parse_layout(entry.target, mesh))
+
+
 def _listed_buckets(stage: Stage, spmd: SpmdProgram) -> list[Bucket]:
     """Return the buckets that the stage lists, of the conversions of a program without buckets.
 
     A listed conversion that overlaps without sharing messages is a bucket of its own.
     """
-    by_entry = {(value_name(c.origin, spmd.graph), format_layout(c.target)): c for c in spmd.conversions}
+    by_entry = {_conversion_key(conversion, spmd.graph): conversion for conversion in spmd.conversions}
     members: dict[object, list[ConversionEntry]] = {}
     for number, entry in enumerate(stage.conversions or ()):
         if entry.bucket or entry.overlaps:
             members.setdefault(entry.bucket or ("alone", number), []).append(entry)
     buckets = []
     for entries in members.values():
-        keys = [(entry.value, format_layout(parse_layout(entry.target, stage.mesh))) for entry in entries]
+        keys = [_entry_key(entry, stage.mesh) for entry in entries]
         conversions = tuple(by_entry[key] for key in keys if key in by_entry)
         if conversions:  # check_program reports missing ones
             buckets.append(Bucket(conversions, entries[0].overlaps))
@@ -154,8 +175,8 @@ def _lifetimes(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -
     operators = lowered_operators({entry.name for entry in stage.operators if entry.again}, graph, spmd.graph)
     waiting = lowered_operators({entry.name for entry in stage.operators if entry.offloaded}, graph, spmd.graph)
     listed_again = [entry for entry in stage.conversions or () if entry.again]
-    repeated = {(e.value, format_layout(parse_layout(e.target, stage.mesh))) for e in listed_again}
-    keys = {c.result: (value_name(c.origin, spmd.graph), format_layout(c.target)) for c in spmd.conversions}
+    repeated = {_entry_key(entry, stage.mesh) for entry in listed_again}
+    keys = {conversion.result: _conversion_key(conversion, spmd.graph) for conversion in spmd.conversions}
     repeats = {result for result, key in keys.items() if key in repeated}
     if listed:
         return Lifetimes(operators, frozenset(repeats), waiting)

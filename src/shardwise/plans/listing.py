@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shardwise.errors import PlanError
+from shardwise.graph.float8 import E4M3
 from shardwise.graph.ir import Graph, Source
 from shardwise.graph.naming import value_name
 from shardwise.graph.normalize_random import SEED
@@ -96,7 +97,7 @@ def conversion_entries(spmd: SpmdProgram, names: Renaming) -> tuple[ConversionEn
 def _conversion_entry(
     conversion: Conversion, spmd: SpmdProgram, bucket: int, overlaps: bool, names: Renaming
 ) -> ConversionEntry:
-    dtype = spmd.graph.by_name[conversion.origin].dtype
+    dtype = E4M3 if conversion.scale else spmd.graph.by_name[conversion.origin].dtype
 
     def entries(collectives: tuple[Collective, ...]) -> tuple[CollectiveEntry, ...]:
         return tuple(

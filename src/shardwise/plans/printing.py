@@ -21,6 +21,7 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.optimizers import is_on_host, parse_optimizer, states_of
 from shardwise.costs.prediction import Prediction
 from shardwise.errors import PlanError, listed
+from shardwise.graph.float8 import BY_ROWS, FLOAT8_LINEAR
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
 from shardwise.plans.entries import NO_LIMIT, ConversionEntry, Stage, TensorEntry
@@ -352,7 +353,8 @@ def format_entry(plan: PlanData, name: str) -> str:
         for entry in (*stage.parameters, *stage.buffers, *stage.inputs):
             if entry.name == name:
                 uses = [c for c in stage.conversions or () if c.value == name]
-                return "\n".join([f"{name}  {entry.layout}", *(f"{_conversion(c)}  for {c.op}" for c in uses)])
+                lines = [f"{_conversion(c)}  for {c.op}{_rounding(plan, stage, c)}" for c in uses]
+                return "\n".join([f"{name}  {entry.layout}", *lines])
         for operator in stage.operators:
             if operator.name == name:
                 conversions = [c for c in stage.conversions or () if owner_of(c.op, names) == name]
@@ -365,6 +367,16 @@ def format_entry(plan: PlanData, name: str) -> str:
         facts=[("it has", listed(operator_names))],
         fix="print(plan) shows all names",
     )
+
+
+def _rounding(plan: PlanData, stage: Stage, entry: ConversionEntry) -> str:
+    """Return why a weight of a product in float8 is gathered as it is (``programs.float8_gathers``)."""
+    target = next((operator.target for operator in stage.operators if operator.name == entry.op), "")
+    if target != str(FLOAT8_LINEAR) or not entry.forward or entry.source.startswith("f8["):
+        return ""
+    by_rows = plan.precision.products == BY_ROWS
+    why = "backward rounds it by columns" if by_rows else "others read it as well, or its parts are summed"
+    return f", rounded behind the message: {why}"
 
 
 def owner_of(op: str, names: set[str]) -> str:

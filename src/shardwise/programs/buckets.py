@@ -83,7 +83,7 @@ def fill_buckets(
         value = value_of(conversion.origin)
         part = parts.get(conversion.result) if by_block and conversion.value in sources else None
         use = conversion.value in sources, conversion.result in trained
-        return moves, forward, backward, value.dtype, value.reduced, gradient, use, part
+        return moves, forward, backward, value.dtype, bool(conversion.scale), value.reduced, gradient, use, part
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
     open_buckets: dict[object, tuple[list[int], int, bool]] = {}  # by kind; the flag: not the first bucket
@@ -94,7 +94,8 @@ def fill_buckets(
         if not step.collectives() and not (step.collectives(backward=True) and receives_gradient(step)):
             continue
         value = value_of(step.value)
-        sent = replace(step, itemsize=value.dtype.itemsize, grad_itemsize=value.grad_itemsize)
+        itemsize = step.itemsize if step.scale else value.dtype.itemsize
+        sent = replace(step, itemsize=itemsize, grad_itemsize=value.grad_itemsize)
         size = max(c.num_bytes for side in _both(sent) for c in side)
         positions, filled, is_later = open_buckets.get(message_kind(step), ([], 0, by_block))
         before = steps[positions[-1]] if positions else None

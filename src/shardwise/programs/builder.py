@@ -20,6 +20,7 @@ from math import prod
 import torch
 from torch._ops import OpOverload
 
+from shardwise.graph.float8 import LARGEST
 from shardwise.graph.grouped import grouped_mm, keys_of_rows, most_keys, order_by_owner
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value
 from shardwise.layouts.choice import BY_KEY
@@ -67,7 +68,7 @@ class Builder:
         applied = apply_strategy(placed.rule, placed.strategy, self.mesh)
         self.keyed.current = placed.rule.keyed if BY_KEY in placed.strategy.choice_of.values() else None
         names = tuple(
-            self.convert(value, layout, placed.op.name)
+            value if self._is_scale_of(placed.op, value, layout) else self.convert(value, layout, placed.op.name)
             for value, layout in zip(placed.op.operands, applied.operands, strict=True)
         )
         layouts = tuple(self.layouts[name] for name in names)
@@ -77,6 +78,11 @@ class Builder:
         self.layouts.update(zip(placed.op.results, applied.results, strict=True))
         self.keyed.made.update(dict.fromkeys(placed.op.results, self.keyed.current))
         self.keyed.current = None
+
+    def _is_scale_of(self, op: Op, value: str, layout: Layout) -> bool:
+        """Return whether an operator finds the largest number of a value as it is, whatever its others share."""
+        stored = self.layouts[value]
+        return op.target == LARGEST and gradient_free(stored).canonical() == gradient_free(layout).canonical()
 
     def convert(self, value: str, target: Layout, op: str) -> str:
         """Return the name of ``value`` in layout ``target``, and add a conversion if needed. Without gradient,

@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
-from shardwise.graph.float8 import LARGEST
+from shardwise.graph.float8 import E4M3, FLOAT8_LINEAR, LARGEST, TO_FLOAT8
 from shardwise.graph.ir import Ref, map_refs, needed_for
 from shardwise.programs.buckets import Bucket, cuts_windows
 from shardwise.programs.casts import before_first_use, cast, computed_name, gradients_of
 from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
 from shardwise.programs.exchanges import ExchangeWriter
+from shardwise.programs.float8_gathers import operand_name, rounded_name
 from shardwise.programs.forms import Form
 from shardwise.programs.fuse_bias import with_biases
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, Origin, with_operands
@@ -49,6 +50,7 @@ from shardwise.programs.vjp import (
     needed_kernels,
     numbered,
 )
+from shardwise.rules.rule import LocalOpCall
 
 aten = torch.ops.aten
 
@@ -246,7 +248,7 @@ class _StepWriter:
         return entries
 
     def _call(self, local: LocalOp) -> _LocalCall:
-        call, names = numbered(local.call)
+        call, names = numbered(self._with_rounded(local.call))
         keyed = next((name for name in names if self.spmd.layouts[name].keyed_axes), "")
         kind = self.vjp_cache.forward(call, tuple(self.forms[name] for name in names))
         if keyed:
@@ -261,6 +263,12 @@ class _StepWriter:
         if names and all(name in self.parameter_values for name in names):
             self.parameter_values.update(local.results)
         return _LocalCall(local, call, names, kind, keyed=keyed)
+
+    def _with_rounded(self, call: LocalOpCall) -> LocalOpCall:
+        """Return a product in float8 whose weight arrives rounded, with that as its last operand."""
+        weight = call.args[1].name if call.target == FLOAT8_LINEAR and isinstance(call.args[1], Ref) else ""
+        name = operand_name(weight)
+        return replace(call, args=(*call.args, None, Ref(name))) if name in self.forms else call
 
     def _rows(self, keyed: str) -> tuple[int, int]:
         return self.forms[keyed].shape[0], self.forms[keyed].shape[0] + 1
@@ -280,6 +288,16 @@ class _StepWriter:
             self.aliases[conversion.result] = self.resolve(conversion.value)
         if conversion.value in self.parameter_values:
             self.parameter_values.add(conversion.result)
+        if conversion.scale:  # until it is sent, its result has the form of its cotangent
+            self._round(conversion, before, form)
+
+    def _round(self, conversion: Conversion, before: Form, form: Form) -> None:
+        result, name, operand = conversion.result, rounded_name(conversion.result), operand_name(conversion.result)
+        part = self.forms[name] = Form.contiguous(before.shape, E4M3)
+        self.forms[operand], self.aliases[operand] = Form.contiguous(form.shape, E4M3), result
+        args = Ref(self.resolve(conversion.value)), Ref(self.resolve(conversion.scale))
+        origin = self.exchanges.origin(conversion, False)
+        self.casts[name] = Compute(TO_FLOAT8, args, (), (name,), ((),), (part,), (None,), origin)
 
     def _write_forward(self, entries: Sequence[_LocalCall | Bucket]) -> list[Instruction]:
         forward: list[Instruction] = []
@@ -292,10 +310,12 @@ class _StepWriter:
         places = [self.spmd.place_of(entry.conversions) for entry in departing]
         start, *slots = legs_ahead([len(legs) - 1 for legs in flights], places, self.spmd.lifetimes.prefetch)
         needed = {id(entry): (slot, legs[-1]) for entry, slot, legs in zip(departing, slots, flights, strict=True)}
-        forward += [instruction for flight, leg in start for instruction in flights[flight][leg]]
         conversions = (c for entry in entries if isinstance(entry, Bucket) for c in entry.conversions if c.ways)
         ways = {self.resolve(conversion.ways[2]): conversion for conversion in conversions}
         for entry in entries:
+            if start and not self.spmd.of_scales(entry.results):
+                forward += [instruction for flight, leg in start for instruction in flights[flight][leg]]
+                start = []
             if isinstance(entry, _LocalCall):
                 forward += self._forward_of(entry)
             elif id(entry) in needed:  # depart the messages of later entries before waiting for this one
@@ -525,7 +545,8 @@ class _StepWriter:
 
     def _exchange(self, entry: Bucket, *, backward: bool) -> Convert:
         conversions = self._travelling(entry, backward=backward)
-        operands, results = tuple(map(self.resolve, entry.operands)), entry.results
+        sent = {c.value: rounded_name(c.result) for c in conversions if c.scale}
+        operands, results = tuple(self.resolve(sent.get(name, name)) for name in entry.operands), entry.results
         if backward:
             operands = tuple(map(self._to_reduce, conversions))
             results = tuple(f"{name}>{c.value}" for name, c in zip(operands, conversions, strict=True))

@@ -52,7 +52,12 @@ def converted_once(spmd: SpmdProgram, predicate: Callable[[str, Conversion | Non
     """Return the parameters that a step may convert once: they are used in one layout only, backward does not gather
     them again, and no other values share their messages. ``predicate``: selects by value and conversion (None:
     stored in the layout in which they are used)."""
-    read = Counter(name for step in spmd.steps if isinstance(step, OpStep) for name in set(step.operands))
+    read = Counter(
+        name
+        for step in spmd.steps
+        if isinstance(step, OpStep) and not spmd.of_scales(step.results)
+        for name in set(step.operands)
+    )
     used = Counter(conversion.value for conversion in spmd.conversions)
     used.update(read.keys())
     into = {conversion.value: conversion for conversion in spmd.conversions}
@@ -73,12 +78,15 @@ def converted_once(spmd: SpmdProgram, predicate: Callable[[str, Conversion | Non
 def repeated(program: RankProgram) -> GradAccumProgram:
     """Divide ``program``, the step of one micro-batch, into the part of every micro-batch and the parts done once."""
     once = program.spmd.lifetimes.once
-    casts = {computed_name(name) for name in once}
-    ahead: list[Instruction] = []  # the casts and conversions of parameters that are done once
+    of_scales = program.spmd.of_scales
+    first = [i for i in program.forward if converts_only(i, once) or of_scales(i.results)]
+    casts = {computed_name(name) for name in once}.union(*(instruction.operands for instruction in first))
+    ahead: list[Instruction] = []  # the casts, scales and conversions of parameters that are done once
     rest: list[Instruction] = []
     for instruction in program.forward:
-        is_cast = isinstance(instruction, Compute) and bool(casts.intersection(instruction.results))
-        (ahead if is_cast or converts_only(instruction, once) else rest).append(instruction)
+        is_cast = instruction.origin.part == "cast" and bool(casts.intersection(instruction.results))
+        is_ahead = is_cast or converts_only(instruction, once) or of_scales(instruction.results)
+        (ahead if is_ahead else rest).append(instruction)
     reductions = _Reductions(program, once)
     (backward, gradients), (behind, final) = reductions.apart()
     read = {name for instruction in (*rest, *backward) for name in instruction.operands} | {*program.ends}

@@ -6,7 +6,7 @@ collectives interleave with the computation). Every tensor that the model return
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeGuard
@@ -22,6 +22,7 @@ from shardwise.layouts.strategy import Strategy, check_strategy
 from shardwise.programs.buckets import BUCKET_BYTES, Bucket, fill_buckets
 from shardwise.programs.builder import Builder, Choice
 from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
+from shardwise.programs.float8_gathers import Float8Gathers, weight_scales
 from shardwise.programs.lower import PlacedOp, lower_all
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.rules.rule import OpRule
@@ -94,7 +95,18 @@ class SpmdProgram:
 
     def is_once(self, step: OpStep | Conversion | Bucket) -> bool:
         """Return whether a step of several micro-batches runs these conversions once (``grad_accum_program``)."""
-        return not isinstance(step, OpStep) and all(c.value in self.lifetimes.once for c in step.conversions)
+        once = self.lifetimes.once
+        if isinstance(step, OpStep) or not once:
+            return False
+        return self.of_scales(step.results) or all(c.value in once for c in step.conversions)
+
+    @cached_property
+    def _weight_scales(self) -> frozenset[str]:
+        return weight_scales(self.graph, _single(self.steps))
+
+    def of_scales(self, results: Sequence[str]) -> bool:
+        """Return whether these are scales of weights, which forward finds first (``programs.float8_gathers``)."""
+        return bool(results) and self._weight_scales.issuperset(results)
 
     def place_of(self, conversions: Sequence[Conversion]) -> int:
         """Return the place of a bucket: the number of products before it (``programs.comm_schedule``)."""
@@ -127,11 +139,13 @@ class SpmdProgram:
         )
         slot_of = dict(zip(map(id, leaving), slots, strict=True))
         ordered: list[tuple[Conversion | Bucket, Collective]]
-        ordered = [(leaving[i], leaving[i].collectives()[leg]) for i, leg in start]
+        first = [step for step in self.steps if not isinstance(step, OpStep) and self.of_scales(step.results)]
+        ordered = [(step, collective) for step in first for collective in step.collectives()]
+        ordered += [(leaving[i], leaving[i].collectives()[leg]) for i, leg in start]
         for step in self.steps:
             if id(step) in slot_of:
                 ordered += [(leaving[i], leaving[i].collectives()[leg]) for i, leg in slot_of[id(step)]]
-            elif not isinstance(step, OpStep):
+            elif not isinstance(step, OpStep) and not self.of_scales(step.results):
                 ordered += [(step, collective) for collective in step.collectives()]
         if in_passes:
             ordered.sort(key=lambda sent: self.is_once(sent[0]), reverse=True)
@@ -204,7 +218,8 @@ def build_spmd(
     that several parameters share (0: none is shared); ``by_block``: only parameters of one repeated block of the model
     share messages. Raises LayoutError as ``place_ops`` does."""
     placed, lowered = place_ops(graph, rules, choice.strategies, mesh)
-    return fill(insert_conversions(placed, lowered, choice, mesh), bucket_bytes, by_block=by_block)
+    spmd = gather_in_float8(insert_conversions(placed, lowered, choice, mesh))
+    return fill(spmd, bucket_bytes, by_block=by_block)
 
 
 def place_ops(
@@ -240,6 +255,25 @@ def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice,
     mutations = tuple((buffer, builder.convert(value, choice.sources[buffer], "")) for buffer, value in graph.mutations)
     graph = builder.keyed.extended(graph)
     return SpmdProgram(mesh, graph, builder.layouts, tuple(builder.steps), outputs, loss, mutations, cotangents)
+
+
+def float8_gathers(spmd: SpmdProgram) -> Float8Gathers:
+    """Return the gathers of a program that may be in float8."""
+    ends = {*refs(spmd.outputs), *spmd.cotangents, *(value for _, value in spmd.mutations)}
+    return Float8Gathers(spmd.graph, _single(spmd.steps), ends)
+
+
+def gather_in_float8(
+    spmd: SpmdProgram, predicate: Callable[[Conversion], bool] = lambda conversion: True
+) -> SpmdProgram:
+    """Return a program without buckets in which gathers of weights are in float8 where possible. ``predicate``: selects
+    among them."""
+    steps, layouts = float8_gathers(spmd).rounded(predicate)
+    return replace(spmd, steps=steps, layouts={**spmd.layouts, **layouts})
+
+
+def _single(steps: Sequence[OpStep | Conversion | Bucket]) -> list[OpStep | Conversion]:
+    return [one for step in steps for one in ((step,) if isinstance(step, OpStep) else step.conversions)]
 
 
 def fill(spmd: SpmdProgram, bucket_bytes: int, original: Graph | None = None, *, by_block: bool = False) -> SpmdProgram:

@@ -22,7 +22,8 @@ class Conversion:
 
     ``origin``: the value of the graph (``value`` itself, unless that is a conversion's result); ``op``: the consumer
     that first needs it; ``itemsize``, ``grad_itemsize``: bytes of an element in messages, forward and backward.
-    ``ways``: of a conversion of keyed rows, the values that say which rows go where (``programs.builder``).
+    ``ways``: of a conversion of keyed rows, the values that say which rows go where (``programs.builder``). ``scale``:
+    of a gather in float8, the largest number of the whole weight (``programs.float8_gathers``).
     """
 
     value: str
@@ -36,6 +37,7 @@ class Conversion:
     grad_itemsize: int
     op: str
     ways: tuple[str, ...] = ()
+    scale: str = ""
 
     @property
     def conversions(self) -> tuple[Conversion, ...]:

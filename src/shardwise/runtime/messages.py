@@ -333,6 +333,7 @@ _MOVED_AS = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
     torch.complex32: torch.int32,
+    torch.float8_e4m3fn: torch.uint8,
 }
 
 

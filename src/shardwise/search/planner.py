@@ -50,7 +50,6 @@ from shardwise.search.candidates import (
 )
 from shardwise.search.constants import (
     BUCKET_GAIN,
-    BUCKET_SIZES,
     CANDIDATE_PRICE_RATIO,
     CANDIDATE_PRICE_RATIO_RECOMPUTED,
     EXACT_GAP,
@@ -464,32 +463,45 @@ class Planner:
         return self._built(built.candidate, simulated=len(self.graph.ops) <= MAX_SIMULATED_OPERATORS, whole=True)
 
     def _sized(self, best: SimulatedCandidate) -> Planner:
-        """Return the planner with the size of messages, and then the prefetch depth of gathers, that make a candidate's
-        step the shortest, of those that fit. Others than those of the settings have to be clearly faster."""
-        chosen, fastest = self, _seconds(best) * (1 - BUCKET_GAIN)
-        if not self.settings.sizes_messages or not fastest or best.num_bytes > self.limit:
+        """Return the planner with the size of messages and the prefetch depth of gathers that make a candidate's step
+        the shortest, of those that fit. Others than those of the settings have to be clearly faster.
+
+        A size is fast where the time to send it is that of the layers behind which it travels, so it is chosen at a
+        depth of 2, if anything waits for messages. Small messages are tried only where large ones are slower."""
+        sizes, usual = self.settings.message_sizes, (self.settings.bucket_bytes, self.settings.prefetch)
+        if sizes is None or not _seconds(best) or best.num_bytes > self.limit:
             return self
-        num_bytes = gradient_bytes(self.graph)
-        for size, smaller in zip(BUCKET_SIZES, (self.settings.bucket_bytes, *BUCKET_SIZES), strict=False):
-            if num_bytes <= smaller:  # all of them travel together already
-                break
-            other, found = self._varied(best.candidate, bucket_bytes=size)
-            if found < fastest:
-                chosen, fastest = other, found
-        fastest *= 1.0 if chosen is self else 1 - BUCKET_GAIN
+        tried: dict[tuple[int, int], tuple[Planner, float]] = {usual: (self, _seconds(best))}
+
+        def seconds(size: int, depth: int) -> float:
+            if (size, depth) not in tried:
+                tried[size, depth] = self._varied(best.candidate, bucket_bytes=size, prefetch=depth)
+            return tried[size, depth][1]
+
         waits = best.step is not None and best.step.exposed > BUCKET_GAIN * best.step.seconds
-        for depth in PREFETCH_DEPTHS if waits else ():
-            other, found = chosen._varied(best.candidate, prefetch=depth)
-            if found >= fastest:
+        size, depths = usual[0], (usual[1], *PREFETCH_DEPTHS) if waits else (usual[1],)
+        depth = next((depth for depth in depths[1:2] if seconds(size, depth) < inf), usual[1])
+        total = gradient_bytes(self.graph)  # which travel together in any larger message
+        for larger in [s for s in sizes if s > size]:
+            if size >= total or seconds(larger, depth) >= seconds(size, depth):
                 break
-            chosen, fastest = other, found
-        return chosen
+            size = larger
+        for smaller in [s for s in sizes[::-1] if s < size == usual[0] and waits]:
+            if smaller < total and seconds(smaller, depth) < seconds(size, depth):
+                size = smaller
+        for depth in depths:
+            seconds(size, depth)
+        fastest = min(found for _, found in tried.values())
+        if fastest >= (1 - BUCKET_GAIN) * tried[usual][1]:
+            return self
+        near = [one for one, (_, found) in tried.items() if found <= fastest * (1 + BUCKET_GAIN) and one[0] == size]
+        return tried[min(near, key=lambda one: one[1])][0]
 
     def _varied(self, candidate: Candidate, **settings: Any) -> tuple[Planner, float]:
         """Return the planner with other settings of messages, and the seconds of a candidate's step with them; infinite
         if it does not fit."""
         folded = None if self.folded is None else FoldedSteps(self.graph)
-        other = replace(self, settings=replace(self.settings, sizes_messages=False, **settings), folded=folded)
+        other = replace(self, settings=replace(self.settings, message_sizes=None, **settings), folded=folded)
         built = other._built(candidate)
         return other, _seconds(built) if built.num_bytes <= self.limit else inf
 

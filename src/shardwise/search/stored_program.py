@@ -19,6 +19,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.builder import Choice
 from shardwise.programs.differentiate import finish_exchanges, keeping_all
+from shardwise.programs.float8_gathers import scaled_where_stored
 from shardwise.programs.grad_accum_program import with_once
 from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import RankProgram
@@ -36,22 +37,22 @@ from shardwise.search.zero import Zero, reduce_at_parameter, shard_storage
 class SearchConfig:
     """The settings of a search. ``search``: one of ``search.auto``; ``passes``: micro-batches of a step;
     ``memory_bytes``: the limit for the tensors of a device (None: what the cluster's devices have beside their
-    reserve); ``bucket_bytes``: the largest message that several parameters share; ``sizes_messages``: whether the plan
-    that is taken may have another one, and another ``prefetch`` depth of gathers, by price; ``layouts``: those in which
-    the user keeps tensors; ``zero``: whether parameters are stored in parts wherever they would be copied;
-    ``in_flight``: micro-batches whose values a device keeps for backward at once; ``turns``: the stages of a pipeline
-    rank, which take turns, so that transient bytes are there once; ``taken``: the layouts in which the next stage takes
-    values, device by device; ``known``: seconds of the step of an existing plan (a search for a better one ends where
-    prices are clearly above it); ``together``: the equal stages of a pipeline rank, whose micro-batches all run one
-    after the other in a step; ``imbalance``: the rows that are planned for on the busiest owner of experts, over the
-    mean."""
+    reserve); ``bucket_bytes``: the largest message that several parameters share; ``message_sizes``: others that the
+    plan that is taken may have by price, with another ``prefetch`` depth of gathers (None: it keeps both); ``layouts``:
+    those in which the user keeps tensors; ``zero``: whether parameters are stored in parts wherever they would be
+    copied; ``in_flight``: micro-batches whose values a device keeps for backward at once; ``turns``: the stages of a
+    pipeline rank, which take turns, so that transient bytes are there once; ``taken``: the layouts in which the next
+    stage takes values, device by device; ``known``: seconds of the step of an existing plan (a search for a better one
+    ends where prices are clearly above it); ``together``: the equal stages of a pipeline rank, whose micro-batches all
+    run one after the other in a step; ``imbalance``: the rows that are planned for on the busiest owner of experts,
+    over the mean."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
     passes: int = 1
     memory_bytes: float | None = None
     bucket_bytes: int = BUCKET_BYTES
-    sizes_messages: bool = False
+    message_sizes: tuple[int, ...] | None = None
     prefetch: int = 1
     layouts: Mapping[str, Kept] = field(default_factory=dict)
     memory_policy: MemoryPolicy = field(default_factory=MemoryPolicy)
@@ -133,6 +134,10 @@ def build_stored_program(
         fixed = {s.value: choice.sources[s.value] for s in graph.sources if settings.layouts.keys() & set(s.names)}
         choice = shard_storage(choice, spmd, settings.zero)
         choice = replace(choice, sources={**choice.sources, **fixed})
+        spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
+    scaled = scaled_where_stored(choice, graph, rules)
+    if scaled != choice:
+        choice = scaled
         spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
     return StoredProgram(choice, replace(spmd, lifetimes=Lifetimes(prefetch=settings.prefetch)), vjp_cache)
 
