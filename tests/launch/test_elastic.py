@@ -469,10 +469,10 @@ def test_the_command_line_says_the_settings(monkeypatch: pytest.MonkeyPatch, scr
         "shardwise.cli.launch", lambda *_, **options: seen.append((options["elastic"], options["preload"])) or 0
     )
     options = "--elastic --min-ranks 1 --spares 2 --max-failures 5 --silent-after 3 --idle-after 60 --preload a,b.c"
-    options += " --wait-for-machines 7"
+    options += " --wait-for-machines 7 --keep-processes"
     main(["run", "-n", "2", *options.split(), script("")])
     main(["run", "-n", "2", "--preload", "a", script("")])
-    assert seen == [(ElasticConfig(1, 2, 5, 3.0, 60.0, 7.0, ("a", "b.c")), ("a", "b.c")), (None, ("a",))]
+    assert seen == [(ElasticConfig(1, 2, 5, 3.0, 60.0, 7.0, ("a", "b.c"), True), ("a", "b.c")), (None, ("a",))]
 
 
 def test_a_page_says_what_was_written_on_it(tmp_path: Path) -> None:

@@ -496,7 +496,7 @@ def answered(*messages: dict[str, Any], close: bool = False) -> tuple[Generation
 def test_a_stop_that_comes_with_the_beginning_of_a_generation_is_heard() -> None:
     places = [(0, "127.0.0.1", 1), (1, "127.0.0.1", 2)]
     begin = {"generation": 0, "head": 0, "machines": places, "ranks": (1, 2), "slots": [0], "spares": []}
-    begin |= {"master": ("127.0.0.1", 3), "suspect": False, "step": -1, "how": ""}
+    begin |= {"master": ("127.0.0.1", 3), "suspect": False, "step": -1, "lost": -1, "how": ""}
     found, member = answered(begin, {"stop": 0})
     assert isinstance(found, GenerationStart)
     assert member.stopped
@@ -522,6 +522,7 @@ def test_a_head_that_called_in_an_earlier_generation_makes_nobody_unsure(monkeyp
         assert member.station.head.least == least
         member.close()
     begin = {"ranks": [0, 1], "slots": [0], "spares": [], "how": "", "master": ["a", 1], "step": 0, "suspect": False}
+    begin["lost"] = -1
     member.station.called = stale
     member._take(begin)
     assert member.station.called is None

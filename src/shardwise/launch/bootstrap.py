@@ -205,10 +205,11 @@ def main(command: list[str]) -> None:
     if os.environ.pop(KEEPS, ""):
         from shardwise.launch import kept_process
 
-        keeper = kept_process.KeptProcess()
+        keeper = kept_process.KeptProcess(os.environ[kept_process.PAGE])
     while (code := _run(command, keeper is not None)) is None:
         try:
-            keeper.wait_for_generation()
+            environment = keeper.wait_for_generation()
+            replace_environment({name: environment[name] for name in environment.keys() - {LAUNCHER_PID, KEEPS}})
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
             break

@@ -227,20 +227,18 @@ class Job:
         """Schedule the signals that end all ranks; those in ``self.stopped`` are first asked for their stacks."""
         now = time.monotonic()
         after = now + (_STACK_SECONDS if self.stopped else 0)
-        ending = [
+        self.schedule = [
+            (now, bootstrap.STACK_SIGNAL, self.stopped),
             (after, signal.SIGTERM, others),
+            (now + _OWN_EXIT_SECONDS, signal.SIGTERM, failed),
             (after + (0 if self.abandons else self.grace_seconds), signal.SIGKILL, self.ranks),
         ]
         if self.keeps:
             leaving = [rank for rank in failed if rank.failure is not None and rank.failure.is_of_others]
             failed = [rank for rank in failed if rank not in leaving]
-            ending = self._ending(after, [*others, *leaving])
-        self.schedule = [
-            (now, bootstrap.STACK_SIGNAL, self.stopped),
-            *ending,
-            (now + _OWN_EXIT_SECONDS, signal.SIGTERM, failed),
-        ]
-        self.schedule.sort(key=lambda entry: entry[0])
+            ends_itself = (now + _OWN_EXIT_SECONDS, signal.SIGTERM, failed)
+            leave, *kill = self._ending(after, [*others, *leaving])
+            self.schedule = [self.schedule[0], leave, ends_itself, *kill]
 
     def _ending(self, when: float, others: list[RankProcess]) -> list[tuple[float, int, list[RankProcess]]]:
         """Return the schedule that ends the ranks of an elastic job. A rank that waits for another leaves when that one

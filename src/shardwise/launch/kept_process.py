@@ -37,10 +37,11 @@ _OF_SYS = ("argv", "stdin", "stdout", "stderr", "excepthook", "displayhook", "un
 
 
 class KeptProcess:
-    """This process as it is before its script begins, to which it returns between generations."""
+    """This process as it is before its script begins, to which it returns between generations. ``page``: the path of
+    its rank's heartbeat file."""
 
-    def __init__(self) -> None:
-        self._page = os.environ[PAGE]
+    def __init__(self, page: str) -> None:
+        self._page = page
         self._modules, self._folder = {*sys.modules}, os.getcwd()
         self._threads, self._children = {*threading.enumerate()}, _children()
         self._sys = {name: getattr(sys, name) for name in _OF_SYS}
@@ -57,8 +58,8 @@ class KeptProcess:
 
         atexit.register = noted  # the interpreter does not list what it has
 
-    def wait_for_generation(self) -> None:
-        """Leave the generation that has ended, wait for the launcher, and take the environment of the next one."""
+    def wait_for_generation(self) -> dict[str, str]:
+        """Leave the generation that has ended, wait for the launcher, and return the environment of the next one."""
         process_state.reset()
         self._forget_script()
         while not ({*threading.enumerate()} <= self._threads and _children() <= self._children):
@@ -72,8 +73,9 @@ class KeptProcess:
         while not os.path.exists(path):
             time.sleep(_POLL_SECONDS)
         with open(path, encoding="utf-8") as file:
-            bootstrap.replace_environment(json.load(file))
-        self._page = os.environ[PAGE]
+            environment: dict[str, str] = json.load(file)
+        self._page = environment[PAGE]
+        return environment
 
     def _forget_script(self) -> None:
         users = [name for name in sys.modules if name == "__main__" or (name not in self._modules and _is_users(name))]
