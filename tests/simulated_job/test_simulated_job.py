@@ -215,11 +215,10 @@ def test_random_faults_at_random_moments_lose_nothing(seed: int, keeps: bool, tm
 
 
 def test_a_rank_that_does_not_come_to_a_collective_is_replaced_and_frees_those_that_wait_for_it() -> None:
-    def fault(run: SimulatedJob) -> None:
-        run.machines[2].slow = 4.0  # a step longer than a rank may take to leave
-        run.kill_rank(5)
-
-    run = simulated(fault, Setting(4, num_steps=5, keeps=True), step=4)
+    run = SimulatedJob(Setting(4, num_steps=5, keeps=True))
+    run.when_step(2, lambda: setattr(run.machines[2], "slow", 4.0))  # a step longer than a rank may take to leave
+    run.when_step(4, lambda: run.kill_rank(5))
+    run.run()
     said = {text for _, text in run.simulation.trace if "processes of the last one" in text}
     assert "machine 1: generation 1 has 8 of 8 processes of the last one" in said
     assert "machine 0: generation 1 has 7 of 8 processes of the last one" in said

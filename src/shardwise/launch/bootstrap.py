@@ -210,6 +210,7 @@ def main(command: list[str]) -> None:
         try:
             environment = keeper.wait_for_generation()
             replace_environment({name: environment[name] for name in environment.keys() - {LAUNCHER_PID, KEEPS}})
+            seed_python()
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
             break

@@ -133,8 +133,7 @@ class GenerationRunner:
             if code == 0 and any(rank.process.returncode != 0 for rank in job.ranks):
                 code = STOPPED
             steps = [rank.page.read().step for rank in job.ranks]
-            # A generation that took no step may have failed for what its processes kept: the next one keeps none.
-            for rank in [rank for rank in job.ranks if rank.is_ready and max(steps) >= 0]:
+            for rank in [rank for rank in job.ranks if rank.is_ready and max(steps) >= 0]:  # see `Job._may_keep`
                 local_rank = rank.number - begin.first
                 self.kept[begin.slots[local_rank]] = job.release(rank, local_rank)
             return code, job.cause, absent, max(begin.step, *steps)

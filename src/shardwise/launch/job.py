@@ -233,7 +233,7 @@ class Job:
             (now + _OWN_EXIT_SECONDS, signal.SIGTERM, failed),
             (after + (0 if self.abandons else self.grace_seconds), signal.SIGKILL, self.ranks),
         ]
-        if self.keeps:
+        if self._may_keep:
             leaving = [rank for rank in failed if rank.failure is not None and rank.failure.is_of_others]
             failed = [rank for rank in failed if rank not in leaving]
             ends_itself = (now + _OWN_EXIT_SECONDS, signal.SIGTERM, failed)
@@ -243,7 +243,7 @@ class Job:
     def _ending(self, when: float, others: list[RankProcess]) -> list[tuple[float, int, list[RankProcess]]]:
         """Return the schedule that ends the ranks of an elastic job. A rank that waits for another leaves when that one
         has closed its connections: so first those are killed that compute and do not come to a collective."""
-        if not self.keeps:
+        if not self._may_keep:
             return [(when, signal.SIGKILL, self.ranks)]
         busy = [rank for rank in others if not rank.page.read().waits]
         return [
@@ -251,6 +251,12 @@ class Job:
             (when + _BUSY_SECONDS, signal.SIGKILL, busy),
             (when + _LEAVE_SECONDS, signal.SIGKILL, self.ranks),
         ]
+
+    @property
+    def _may_keep(self) -> bool:
+        """Return whether processes may run the next generation. One that finished no step may have failed for what its
+        processes kept."""
+        return self.keeps and any(rank.page.read().step >= 0 for rank in self.ranks)
 
     def _look_for_hangs(self, watch: Callable[[dict[int, Heartbeat]], tuple[int, str] | None]) -> None:
         running = {rank.number: rank for rank in self.ranks if not rank.ended()}

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import Any
 
-from shardwise.launch import bootstrap
 from shardwise.runtime.generation import process_state
 from shardwise.runtime.heartbeat_file import NEXT_FILE, PAGE, HeartbeatFile
 
@@ -101,7 +100,6 @@ class KeptProcess:
             put(value)
         if _uses_gpu():
             sys.modules["torch"].cuda.empty_cache()
-        bootstrap.seed_python()
 
 
 def _is_users(name: str) -> bool:
