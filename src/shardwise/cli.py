@@ -65,6 +65,12 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
         help="wait this long for missing machines, at the start and if fewer than --min-ranks are left "
         f"({_DEFAULT.wait_seconds:g})",
     )
+    add(
+        "--keep-processes",
+        action="store_true",
+        default=None,
+        help="begin again in the processes of the ranks that are left, where they come to a collective within seconds",
+    )
 
 
 def elastic_settings(chosen: argparse.Namespace) -> ElasticConfig | None:
@@ -76,11 +82,12 @@ def elastic_settings(chosen: argparse.Namespace) -> ElasticConfig | None:
         "silent_seconds": chosen.silent_after,
         "idle_seconds": chosen.idle_after,
         "wait_seconds": chosen.wait_for_machines,
+        "keeps": chosen.keep_processes,
     }
     settings = {name: value for name, value in settings.items() if value is not None}
     if not chosen.elastic and settings:
-        names = "--min-ranks, --spares, --max-failures, --silent-after, --idle-after and --wait-for-machines"
-        what = f"{names} need --elastic"
+        names = "--min-ranks, --spares, --max-failures, --silent-after, --idle-after, --wait-for-machines"
+        what = f"{names} and --keep-processes need --elastic"
         raise LaunchError(what, fix="add --elastic, or leave them out")
     return ElasticConfig(**settings, preload=chosen.preload) if chosen.elastic else None
 

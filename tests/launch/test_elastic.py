@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -197,6 +198,55 @@ def test_the_rank_whose_copies_differ_is_lost_and_the_next_generation_trusts_les
     assert (outcome.exit_code, outcome.stdout) == (0, "False\nTrue\n")
     assert "rank 2 failed with exit code 1 (ReplicaError: copies are not equal" in outcome.stderr
     assert "generation 1 goes on with 2 ranks, without slot 2" in outcome.stderr
+
+
+def test_processes_of_the_ranks_that_are_left_begin_again_like_fresh_ones(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("runs = []\n")
+    body = """
+    import atexit, json, own, threading
+    def look():
+        return [len(own.runs), sys.argv[1:], signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, os.getcwd() == here,
+                "OLD" in os.environ, threading.active_count(), len(sys.path), sys.stdout is sys.__stdout__]
+    seen = look()
+    open(os.path.join(here, f"seen-{generation}-{rank}"), "w").write(json.dumps([os.getpid(), seen]))
+    own.runs.append(generation); sys.argv.append("x"); signal.signal(signal.SIGUSR1, lambda *_: None); os.chdir(here)
+    os.environ["OLD"] = "1"; sys.path.append("old"); sys.stdout = sys.stderr
+    atexit.register(lambda: open(os.path.join(here, f"exit-{generation}-{rank}"), "w"))
+    trail.write_to(os.environ[PAGE]); trail.step_done(generation)
+    mark(f"began{generation}"); wait_for(f"began{generation}-", size)
+    if generation == 0 and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+    if generation == 0 and rank == 2: raise ConnectionError("closed by peer")
+    if generation == 0 and rank == 3: hang()  # it comes to no collective
+    while generation == 0:
+        try:
+            with trail.waiting(b"an all_reduce"): time.sleep(0.01)
+        except Exception: pass  # as a script that skips bad batches
+    """
+    outcome = job(BODY + textwrap.dedent(body), 4, elastic=ElasticConfig(keeps=True))
+    assert outcome.exit_code == 0, outcome.stderr
+    assert "rank 1 was killed by SIGKILL" in outcome.stderr
+    assert "generation 1 has 2 of 4 processes of the last one" in outcome.stderr
+    seen = {path.name[5:]: json.loads(path.read_text()) for path in tmp_path.glob("seen-*")}
+    kept = [seen[f"0-{rank}"][0] == seen[f"1-{rank}"][0] for rank in range(4)]
+    assert kept == [True, False, True, False]
+    assert len({str(what) for _, what in seen.values()}) == 1, seen
+    assert sorted(path.name for path in tmp_path.glob("exit-*")) == [f"exit-1-{rank}" for rank in range(4)]
+
+
+def test_a_generation_that_fails_without_a_step_leaves_no_process_to_the_next(job: Job) -> None:
+    body = """
+    print(generation, getattr(sys, "state", 0), flush=True)  # of a library, which lives on
+    if generation == 1 and hasattr(sys, "state"): raise ValueError("two at a time")
+    sys.state = 1
+    trail.write_to(os.environ[PAGE])
+    if generation == 0:
+        trail.step_done(0); mark("began"); wait_for("began-", size)
+        if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            with trail.waiting(b"an all_reduce"): time.sleep(0.01)
+    """
+    outcome = job(BODY + textwrap.dedent(body), 2, elastic=ElasticConfig(keeps=True))
+    assert (outcome.exit_code, outcome.stdout) == (0, "0 0\n1 1\n2 0\n")
 
 
 def test_what_ends_well_or_is_interrupted_ends_the_job(job: Job) -> None:
@@ -419,10 +469,10 @@ def test_the_command_line_says_the_settings(monkeypatch: pytest.MonkeyPatch, scr
         "shardwise.cli.launch", lambda *_, **options: seen.append((options["elastic"], options["preload"])) or 0
     )
     options = "--elastic --min-ranks 1 --spares 2 --max-failures 5 --silent-after 3 --idle-after 60 --preload a,b.c"
-    options += " --wait-for-machines 7"
+    options += " --wait-for-machines 7 --keep-processes"
     main(["run", "-n", "2", *options.split(), script("")])
     main(["run", "-n", "2", "--preload", "a", script("")])
-    assert seen == [(ElasticConfig(1, 2, 5, 3.0, 60.0, 7.0, ("a", "b.c")), ("a", "b.c")), (None, ("a",))]
+    assert seen == [(ElasticConfig(1, 2, 5, 3.0, 60.0, 7.0, ("a", "b.c"), True), ("a", "b.c")), (None, ("a",))]
 
 
 def test_a_page_says_what_was_written_on_it(tmp_path: Path) -> None:

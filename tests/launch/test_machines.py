@@ -101,6 +101,33 @@ if generation < 2:
     assert "generation 2: rank 2 of 3, local 0" in machines.said(1)
 
 
+@pytest.mark.parametrize("lost", ["slot", "machine"])
+def test_machines_keep_the_processes_of_ranks_that_are_left(start: Start, tmp_path: Path, lost: str) -> None:
+    body = """
+step(generation)
+if generation == 0:
+    if rank == 0:
+        wait_for("lost", 1)
+    if rank == 3 and os.path.exists(os.path.join(here, "slot")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        with trail.waiting(b"an all_reduce"):
+            time.sleep(0.01)
+"""
+    (tmp_path / lost).touch()
+    machines = start(body, settings="keeps=True, min_ranks=2" if lost == "machine" else "keeps=True")
+    wait_until(lambda: len(list(tmp_path.glob("step0-*"))) == 4)
+    before = pids(tmp_path, 0)
+    if lost == "machine":
+        machines.lose(1)
+    (tmp_path / "lost-0").touch()
+    assert {*machines.codes()} == {0}
+    again = pids(tmp_path, 1)
+    assert len(again) == (2 if lost == "machine" else 4)
+    assert len({*before} & {*again}) == (2 if lost == "machine" else 3)
+    assert "generation 1 has 2 of 2 processes of the last one" in machines.said(0)
+
+
 @pytest.mark.parametrize("lost", [0, 1, pytest.param(2, marks=pytest.mark.long)])
 def test_the_others_go_on_without_a_machine_and_take_it_back(start: Start, tmp_path: Path, lost: int) -> None:
     body = """
@@ -469,7 +496,7 @@ def answered(*messages: dict[str, Any], close: bool = False) -> tuple[Generation
 def test_a_stop_that_comes_with_the_beginning_of_a_generation_is_heard() -> None:
     places = [(0, "127.0.0.1", 1), (1, "127.0.0.1", 2)]
     begin = {"generation": 0, "head": 0, "machines": places, "ranks": (1, 2), "slots": [0], "spares": []}
-    begin |= {"master": ("127.0.0.1", 3), "suspect": False, "step": -1, "how": ""}
+    begin |= {"master": ("127.0.0.1", 3), "suspect": False, "step": -1, "lost": -1, "how": ""}
     found, member = answered(begin, {"stop": 0})
     assert isinstance(found, GenerationStart)
     assert member.stopped
@@ -495,6 +522,7 @@ def test_a_head_that_called_in_an_earlier_generation_makes_nobody_unsure(monkeyp
         assert member.station.head.least == least
         member.close()
     begin = {"ranks": [0, 1], "slots": [0], "spares": [], "how": "", "master": ["a", 1], "step": 0, "suspect": False}
+    begin["lost"] = -1
     member.station.called = stale
     member._take(begin)
     assert member.station.called is None

@@ -37,6 +37,7 @@ class Setting:
     min_ranks: int | None = None
     silent_seconds: float = 10.0
     idle_seconds: float | None = None
+    keeps: bool = False
     num_steps: int = 10
     step_seconds: float = 1.0
     seed: int = 0
@@ -156,7 +157,7 @@ class SimulatedJob:
         setting, process = self.setting, machine.launcher
         settings = ElasticConfig(
             min_ranks=setting.min_ranks, spares=setting.spares, silent_seconds=setting.silent_seconds,
-            idle_seconds=setting.idle_seconds, wait_seconds=120.0,
+            idle_seconds=setting.idle_seconds, wait_seconds=120.0, keeps=setting.keeps,
         )  # fmt: skip
         course, caught = RestartPolicy(settings, setting.num_ranks), list[int]()
 
@@ -181,9 +182,10 @@ class SimulatedJob:
     def _environment(self, begin: GenerationStart) -> dict[str, str]:
         machine = self.cluster.here
         for rank in machine.processes.values():
-            raise SimulationError(
-                f"rank {rank.rank} still runs on machine {machine.node} as generation {begin.number} begins"
-            )
+            if isinstance(rank, RankHere):
+                raise SimulationError(
+                    f"rank {rank.rank} still runs on machine {machine.node} as generation {begin.number} begins"
+                )
         return {
             "NUMBER": str(begin.number), "SUSPECT": str(begin.suspect), "STEP": str(begin.step),
             "WORLD_SIZE": str(begin.num_ranks), "MASTER_ADDR": begin.master[0], "MASTER_PORT": str(begin.master[1]),

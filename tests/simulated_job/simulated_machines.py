@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import os
 import signal
 import threading
@@ -18,12 +19,14 @@ from typing import Any
 
 from shardwise.launch import bootstrap, channel, coordinator, elastic, hang_detector, job, node_agent, processes, ranks
 from shardwise.runtime import collective_tracker
-from shardwise.runtime.heartbeat_file import HeartbeatFile
+from shardwise.runtime.heartbeat_file import NEXT_FILE, HeartbeatFile
 from simulated_job.simulated_network import CPU_SECONDS, Network, Pipe, Readable, Wire
 from simulated_job.simulated_time import Lock, Process, Simulation
 
 _FORK_SECONDS = 0.02
 _IMPORT_SECONDS = 4.0  # of torch, once per machine and job
+_LEAVE_SECONDS = 0.2  # of a process to leave a generation, at most
+LEFT = 256  # in place of an exit code: of a rank whose process has left its generation
 _BEAT_SECONDS = 0.5
 _SKEW_SECONDS = 0.01  # of a wall clock that is kept by NTP
 _FIRST_PID = 100
@@ -42,7 +45,7 @@ class Machine:
         self.slow = self.slow_disk = 1.0
         self.sends_until = 0.0
         self.files: dict[str, str] = {}
-        self.processes: dict[int, RankHere] = {}
+        self.processes: dict[int, RankHere | Waiting] = {}
         self.launcher: Process | None = None
         self.code: int | None = None  # with which the launcher ended
         self.said: list[str] = []
@@ -68,16 +71,71 @@ class Machine:
             self.cluster.simulation.kill(self.launcher)
 
 
-class RankHere(Process):
-    """The process of a rank, as the launcher sees it."""
+class Handle:
+    """A process as the launcher sees it: one rank, or one after the other."""
 
-    def __init__(self, machine: Machine, environment: dict[str, str], outputs: Sequence[Pipe]) -> None:
+    def __init__(self, machine: Machine) -> None:
+        self.pid, self._machine = machine.new_pid(), machine
+        self.process: Any = None
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        self.returncode = self.process.code
+        return self.returncode
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            self._machine.cluster.simulation.sleep(0.001)
+        assert self.returncode is not None
+        return self.returncode
+
+
+class Waiting(Readable, Process):
+    """The process of a rank that has left its generation, until the next one."""
+
+    silent = False
+
+    def __init__(self, rank: RankHere) -> None:
+        Readable.__init__(self)
+        Process.__init__(self, rank.machine, "rank between generations")
+        self.handle, self.outputs, self.page = rank.handle, rank.outputs, rank.page
+        self.code: int | None = None
+        self.handle.process = self.machine.processes[self.handle.pid] = self
+
+    @property
+    def is_readable(self) -> bool:
+        return self._next in self.machine.files
+
+    @property
+    def _next(self) -> str:
+        return NEXT_FILE.format(page=self.page.path)
+
+    def run(self) -> None:
+        cluster = self.machine.cluster
+        cluster.parked[self._next, self.machine.node] = self
+        self.page.leave_generation(uses_gpu=False)
+        cluster.simulation.wait([self], None)
+        RankHere(self.machine, json.loads(self.machine.files[self._next]), self.outputs, self.handle).start()
+        cluster.simulation.kill(self)
+
+    def end(self, code: int) -> None:
+        self.code = code
+        self.machine.processes.pop(self.handle.pid, None)
+        self.machine.cluster.simulation.kill(self)
+
+
+class RankHere(Process):
+    """The process of a rank, as long as it is one."""
+
+    def __init__(
+        self, machine: Machine, environment: dict[str, str], outputs: Sequence[Pipe], handle: Handle | None = None
+    ) -> None:
         super().__init__(machine, "rank")
-        self.environment, self._outputs = environment, outputs
-        self.pid = machine.new_pid()
+        self.environment, self.outputs = environment, outputs
+        self.handle = handle or Handle(machine)
+        self.handle.process, self.pid = self, self.handle.pid
         self.rank, self.world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         self.generation = int(environment["NUMBER"])
-        self.returncode: int | None = None
         self.code: int | None = None
         self.silent = False  # stopped: it neither runs nor gives a sign of life
         self.hangs = False  # it comes to no collective any more
@@ -88,40 +146,60 @@ class RankHere(Process):
         machine.processes[self.pid] = self
         machine.cluster.ranks.append(self)
 
-    def poll(self) -> int | None:
-        self.returncode = self.code
-        return self.returncode
+    def start(self) -> None:
+        script = self.machine.cluster.script
 
-    def wait(self) -> int:
-        while self.poll() is None:
-            self.machine.cluster.simulation.sleep(0.001)
-        assert self.returncode is not None
-        return self.returncode
+        def run() -> None:
+            script(self)
+            self.end(0)
+
+        self.machine.cluster.simulation.start(self, run)
+
+    def leave(self) -> None:
+        """Leave the generation, as ``launch.kept_process`` does."""
+        simulation = self.machine.cluster.simulation
+        simulation.sleep(simulation.random.uniform(_LEAVE_SECONDS / 10, _LEAVE_SECONDS))
+        waiting = Waiting(self)
+        simulation.start(waiting, waiting.run)
+        self._finish(LEFT)
 
     def end(self, code: int) -> None:
         """End it with an exit code."""
         if self.code is None:
-            self.code = code
             self.machine.processes.pop(self.pid, None)
             self.machine.cluster.simulation.at(0.0, self._close_outputs)
-            self.machine.cluster.rank_ended(self)
-            self.machine.cluster.simulation.kill(self)
+            self._finish(code)
+
+    def _finish(self, code: int) -> None:
+        self.code = code
+        self.machine.cluster.rank_ended(self)
+        self.machine.cluster.simulation.kill(self)
 
     def _close_outputs(self) -> None:
-        for pipe in self._outputs:
+        for pipe in self.outputs:
             pipe.ended = True
             self.machine.cluster.wire.notify(pipe)
 
 
-class Page(HeartbeatFile):
-    """A heartbeat file in memory. Its rank beats twice a second: what it wrote last is known when the page is read."""
+class Page(Readable, HeartbeatFile):
+    """A heartbeat file in memory. Its rank beats twice a second: what it wrote last is known when the page is read. It
+    is readable when the generation has ended."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._memory: Any = bytearray(2048)
+    def __init__(self, cluster: Cluster, path: str) -> None:
+        Readable.__init__(self)
+        self.path, self._memory = path, bytearray(2048)  # type: ignore[assignment]
         self._cluster = cluster
         self.process: RankHere | None = None
         self.beat(0.0)
         self.step(-1)
+
+    @property
+    def is_readable(self) -> bool:
+        return self.has_ended
+
+    def end_generation(self) -> None:
+        super().end_generation()
+        self._cluster.wire.notify(self)
 
     def read(self) -> Any:
         process = self.process
@@ -141,18 +219,12 @@ class Zygote:
         self._cluster, self.alive = cluster, True
         self._ready = cluster.simulation.clock() + _IMPORT_SECONDS
 
-    def spawn(self, command: Sequence[str], environment: dict[str, str], stdout: int, stderr: int) -> RankHere:
+    def spawn(self, command: Sequence[str], environment: dict[str, str], stdout: int, stderr: int) -> Handle:
         simulation, wire = self._cluster.simulation, self._cluster.wire
         simulation.sleep(max(0.0, self._ready - simulation.clock()) + _FORK_SECONDS)
         process = RankHere(wire.process.machine, environment, [wire.files[stdout], wire.files[stderr]])
-        script = self._cluster.script
-
-        def run() -> None:
-            script(process)
-            process.end(0)
-
-        simulation.start(process, run)
-        return process
+        process.start()
+        return process.handle
 
     def close(self) -> None:
         self.alive = False
@@ -197,6 +269,7 @@ class Cluster:
         self._at = {machine.address: machine for machine in self.machines}
         self.ranks: list[RankHere] = []
         self.pages: dict[str, Page] = {}
+        self.parked: dict[tuple[str, int], Waiting] = {}  # by the file that they wait for, and machine
         self.on_rank_end: list[Callable[[RankHere], None]] = []
 
     def machine_at(self, address: str) -> Machine | None:
@@ -238,6 +311,8 @@ class Cluster:
 
     def _replace(self, source: str, target: str) -> None:
         self.here.files[target] = self.here.files.pop(source)
+        if waiting := self.parked.pop((target, self.here.node), None):
+            self.wire.notify(waiting)
 
     def _open(self, path: str, mode: str = "r", encoding: str = "") -> Any:
         files = self.here.files
@@ -266,7 +341,7 @@ class Cluster:
             rank.end(-signum)
 
     def _create_page(self, path: str) -> Page:
-        self.pages[path] = Page(self)
+        self.pages[path] = Page(self, path)
         return self.pages[path]
 
     def _write(self, stream: Any, data: bytes) -> None:

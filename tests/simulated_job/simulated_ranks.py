@@ -11,12 +11,14 @@ from typing import Any
 from shardwise.launch import bootstrap, ranks
 from shardwise.launch.rank_environment import RankEnvironment
 from shardwise.runtime.collective_tracker import CollectiveTracker
+from shardwise.runtime.generation import GenerationEnded
 from simulated_job.simulated_machines import Cluster, RankHere
 from simulated_job.simulated_network import Readable
 from simulated_job.simulated_time import SimulationError
 
 _BROKEN_SECONDS = 0.02  # until a rank notices that a peer has closed its connection, at most
 _RETRANSMIT_SECONDS = 0.2
+_LOOK_SECONDS = 0.1  # between looks of a rank that waits whether its generation has ended
 _INIT_SECONDS = 1.0  # of a script, until it joins the others
 _COLLECTIVE_TIMEOUT = 600.0
 _SERVE_SECONDS = 1e-5  # of the store's thread, for a key
@@ -79,9 +81,13 @@ class World:
     def wait(self, process: RankHere, meeting: Meeting, seconds: float) -> None:
         """Wait for a collective. Raises RuntimeError if it is not complete after ``seconds``, or a peer is gone."""
         simulation = process.machine.cluster.simulation
-        simulation.wait([meeting], seconds)
+        assert process.page is not None
+        simulation.wait([meeting, process.page], seconds)
         if meeting.is_complete:
             return
+        if process.page.has_ended:
+            simulation.sleep(simulation.random.uniform(0, _LOOK_SECONDS))
+            raise GenerationEnded
         if meeting.is_broken:
             simulation.sleep(simulation.random.uniform(0, _BROKEN_SECONDS))
             raise RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:46871")
@@ -220,13 +226,18 @@ class Worlds:
 
 
 def guarded(process: RankHere, run: Callable[[], None]) -> None:
-    """Run a script as ``launch.bootstrap`` does: an error becomes a record and exit code 1."""
+    """Run a script as ``launch.bootstrap`` does: an error becomes a record and exit code 1, or the process leaves."""
+    keeps = bootstrap.KEEPS in process.environment
     try:
         run()
     except SimulationError:
         raise
+    except GenerationEnded:
+        process.leave()
     except Exception as error:
         bootstrap._record_exception(process.environment[bootstrap.FAILURE_FILE], error)
+        if keeps and bootstrap.is_follow_up(error):
+            process.leave()
         process.end(1)
 
 

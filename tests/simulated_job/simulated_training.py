@@ -286,8 +286,9 @@ class SimulatedTraining:
         tracker = _Delegate(lambda: self.here.tracker)
         return [
             *((module, "dist", dist) for module in (agree, rank_tree, failures)),
-            *((module, "trail", tracker) for module in (rounds, recovery)),
-            *((module, "time", times) for module in (rounds, saving)),
+            *((module, "trail", tracker) for module in (rounds, recovery, agree, failures, saving)),
+            *((module, "time", times) for module in (rounds, saving, failures)),
+            *((module, "current", current) for module in (recovery, saving)),
             *((module, "threading", threads) for module in (agree, peers, saving)),
             *((module, "show_progress_once", lambda what: nullcontext()) for module in (checkpoints, resuming)),
             *((module, "warnings", warned) for module in (rounds, recovery, saving, checkpoints, resuming)),
@@ -297,7 +298,6 @@ class SimulatedTraining:
             (agree, "group_timeout", lambda: timedelta(seconds=600)),
             (agree, "_turns", _Turns(self)),
             (rounds, "failure_store", _Delegate(lambda: self.here.failures)),
-            (recovery, "current", current),
             (recovery, "print", lambda *_, **__: None),
             (peers, "platform", SimpleNamespace(node=lambda: f"node-{self.here.process.machine.node}")),
             (local_folder, "lock", self._lock),
@@ -424,8 +424,9 @@ def _threads(simulation: Simulation) -> SimpleNamespace:
         def is_alive(self) -> bool:
             return self._task is not None and self._task.alive
 
-        def join(self) -> None:
-            while self.is_alive():
+        def join(self, seconds: float = math.inf) -> None:
+            until = simulation.clock() + seconds
+            while self.is_alive() and simulation.clock() < until:
                 simulation.sleep(0.0005)
 
     class Event:

@@ -69,14 +69,14 @@ FAULTS: dict[str, tuple[float, Callable[[SimulatedJob], object]]] = {
 }
 
 
-def window(seed: int, folder: Path, most_ranks: int = 64) -> tuple[str, SimulatedJob]:
+def window(seed: int, folder: Path, most_ranks: int = 64, *, keeps: bool = False) -> tuple[str, SimulatedJob]:
     """Run the job of a seed. Returns its fault and the run. Raises SimulationError where an invariant does not hold."""
     draw = random.Random(seed)
     sizes = [(2, 2), (3, 2), (4, 4), (8, 2), (8, 4), (8, 8)]
     machines, ranks = draw.choice([size for size in sizes if size[0] * size[1] <= most_ranks])
     setting = Setting(
         machines, ranks, min_ranks=ranks, spares=draw.choice([0, 0, 1]), seed=seed, until=2000.0,
-        silent_seconds=draw.choice([5.0, 10.0, 20.0]),
+        silent_seconds=draw.choice([5.0, 10.0, 20.0]), keeps=keeps,
     )  # fmt: skip
     training = Training(
         folder, num_steps=16, step_seconds=draw.choice([0.2, 1.0, 5.0]), save_every=draw.choice([2, 3, 4]),
@@ -102,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--days", type=float, default=10000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep-processes", action="store_true")
     options = parser.parse_args()
     days, seed, began = 0.0, options.seed, time.process_time()
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -109,7 +110,7 @@ def main() -> None:
     while days < options.days:
         with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
             try:
-                fault, run = window(seed, Path(folder))
+                fault, run = window(seed, Path(folder), keeps=options.keep_processes)
             except SimulationError as error:
                 print(f"seed {seed}: {error}")
                 counts["failed"] += 1

@@ -47,11 +47,17 @@ def simulated(fault: Fault, setting: Setting = FOUR, step: int = 3) -> Simulated
     return run.run()
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_job_goes_on_and_names_who_is_at_fault(name: str) -> None:
+def test_the_job_goes_on_and_names_who_is_at_fault(name: str, keeps: bool) -> None:
     fault, expected = FAULTS[name]
-    run = simulated(fault)
+    run = simulated(fault, replace(FOUR, keeps=keeps))
     assert set(run.codes()) == {0}
+    again = [rank for rank in run.cluster.ranks if rank.generation == 1 and rank.code == 0]
+    pids = {(rank.machine.node, rank.pid) for rank in run.cluster.ranks if rank.generation == 0}
+    num_kept = sum((rank.machine.node, rank.pid) in pids for rank in again)
+    num_replaced = int(name == "two ranks at once")  # fewer go on without the other one
+    assert num_kept == (len(again) - num_replaced if keeps else 0)
     said = [text for _, text in run.simulation.trace if "; generation 1 goes on" in text]
     assert said
     assert all(re.search(expected, text) for text in said), said
@@ -202,9 +208,32 @@ def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     assert sorted(text[:10] for text in run.training.warned) == ["rank 2 is ", "rank 3 is "]
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_faults_at_random_moments_lose_nothing(seed: int, tmp_path: Path) -> None:
-    sweep.window(seed, tmp_path, most_ranks=8)
+def test_random_faults_at_random_moments_lose_nothing(seed: int, keeps: bool, tmp_path: Path) -> None:
+    sweep.window(seed, tmp_path, most_ranks=8, keeps=keeps)
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_replaced_and_frees_those_that_wait_for_it() -> None:
+    run = SimulatedJob(Setting(4, num_steps=5, keeps=True))
+    run.when_step(2, lambda: setattr(run.machines[2], "slow", 4.0))  # a step longer than a rank may take to leave
+    run.when_step(4, lambda: run.kill_rank(5))
+    run.run()
+    said = {text for _, text in run.simulation.trace if "processes of the last one" in text}
+    assert "machine 1: generation 1 has 8 of 8 processes of the last one" in said
+    assert "machine 0: generation 1 has 7 of 8 processes of the last one" in said
+    assert not any(text.startswith("machine 2") for text in said)
+    assert run.seconds_to_go_on()[0] < 9.0
+
+
+def test_a_generation_that_took_no_step_keeps_no_process() -> None:
+    run = SimulatedJob(Setting(2, num_steps=5, keeps=True))
+    run.when_step(2, lambda: run.kill_rank(3))
+    run.when_step(2, lambda: run.kill_rank(9), seconds=1.9)  # as the ranks of generation 1 meet
+    run.run()
+    said = [text for _, text in run.simulation.trace if "processes of the last one" in text]
+    assert {text.split()[3] for text in said} == {"1"}
+    assert run.worlds.newest == 2
 
 
 # --------------------------------------------------------------------------------------------------------------- laws

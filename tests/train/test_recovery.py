@@ -56,8 +56,9 @@ def check_equal(folder: Path, expected: Path, num_steps: int) -> None:
         assert place == list(wanted[step][1:])
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 def test_a_killed_and_a_stopped_rank_cost_no_step(
-    run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, keeps: bool
 ) -> None:
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     lost, whole = tmp_path / "lost", tmp_path / "whole"
@@ -65,7 +66,7 @@ def test_a_killed_and_a_stopped_rank_cost_no_step(
     whole.mkdir()
     run_ranks(uninterrupted, 1, str(whole), 12, "zero")
     command = [SCRIPT, str(lost), "12", "zero", "0:6:1:SIGKILL", "1:9:0:stopped for long"]
-    assert launch(command, 3, elastic=ElasticConfig(min_ranks=2)) == 0
+    assert launch(command, 3, elastic=ElasticConfig(min_ranks=2, keeps=keeps)) == 0
     said = capfd.readouterr()
     assert "rank 1 was killed by SIGKILL after step 5; generation 1 goes on with 2 ranks, without slot 1" in said.err
     assert "rank 0 gave no sign of life for" in said.err
@@ -314,12 +315,13 @@ def test_a_stage_that_hangs_is_named_by_what_the_others_wait_for(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "num_kills", "how"),
     [(8, "dp", 20, "SIGKILL"), (2, "zero", 40, "SIGKILL"), (3, "zero", 5, "SIGSTOP")],
 )
 def test_many_losses_at_any_moment(
-    run_ranks: RunRanks, tmp_path: Path, num_ranks: int, kind: str, num_kills: int, how: str
+    run_ranks: RunRanks, tmp_path: Path, num_ranks: int, kind: str, num_kills: int, how: str, keeps: bool
 ) -> None:
     """While it trains, saves, loads, begins, and recovers from the loss before."""
     num_steps, rng = 400, random.Random(num_ranks)
@@ -329,7 +331,8 @@ def test_many_losses_at_any_moment(
     run_ranks(uninterrupted, 1, str(whole), num_steps, kind)
     start = (
         "import sys; from shardwise.launch.launcher import ElasticConfig, launch;"
-        f"sys.exit(launch(sys.argv[1:], {num_ranks}, elastic=ElasticConfig(max_failures=1000, silent_seconds=5.0)))"
+        f"elastic = ElasticConfig(max_failures=1000, silent_seconds=5.0, keeps={keeps});"
+        f"sys.exit(launch(sys.argv[1:], {num_ranks}, elastic=elastic))"
     )
     environment = {**os.environ, "STEP_SECONDS": "0.05", "PYTHONWARNINGS": "ignore"}
     job = subprocess.Popen([sys.executable, "-c", start, SCRIPT, str(lost), str(num_steps), kind], env=environment)

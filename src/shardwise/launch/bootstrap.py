@@ -18,6 +18,7 @@ import inspect
 import io
 import json
 import os
+import random
 import runpy
 import signal
 import sys
@@ -31,6 +32,7 @@ from typing import Any
 # Set by the launcher for its ranks, and removed again before the script starts.
 FAILURE_FILE = "SHARDWISE_FAILURE_FILE"  # where the record goes
 LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"  # the rank ends when this process ends
+KEEPS = "SHARDWISE_KEEPS"  # set where a process may run several generations, one after the other
 
 STACK_SIGNAL = signal.SIGUSR2  # the rank writes its stack to STACK_FILE
 STACK_FILE = "{failure_file}.stack"
@@ -183,18 +185,43 @@ def replace_environment(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
+def seed_python() -> None:
+    """Seed the random generators of Python and NumPy as a fresh interpreter does."""
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
 def main(command: list[str]) -> None:
     """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as this rank; never returns.
 
     The launcher starts ranks with SIGINT blocked: a Ctrl-C during interpreter startup waits for the ``try`` below.
     """
-    failure_file = os.environ.pop(FAILURE_FILE)
-    stack = open(STACK_FILE.format(failure_file=failure_file), "w", encoding="utf-8")  # noqa: SIM115  # until the end
-    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     end_with_launcher(int(os.environ.pop(LAUNCHER_PID)))
     faulthandler.enable()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
+    keeper: Any = None
+    if os.environ.pop(KEEPS, ""):
+        from shardwise.launch import kept_process
+
+        keeper = kept_process.KeptProcess(os.environ[kept_process.PAGE])
+    while (code := _run(command, keeper is not None)) is None:
+        try:
+            environment = keeper.wait_for_generation()
+            replace_environment({name: environment[name] for name in environment.keys() - {LAUNCHER_PID, KEEPS}})
+            seed_python()
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+            break
+    sys.exit(code)
+
+
+def _run(command: list[str], keeps: bool) -> int | None:
+    """Run a generation; return the exit code of the process, or None if it may run another generation (``keeps``)."""
+    failure_file = os.environ.pop(FAILURE_FILE)
+    stack = open(STACK_FILE.format(failure_file=failure_file), "w", encoding="utf-8")  # noqa: SIM115  # until the end
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if command[0] == "-m":
@@ -205,13 +232,21 @@ def main(command: list[str]) -> None:
         code = _exit_code(leaving)
         if code != 0:
             write_record(failure_file, "", "", exit_code=code, follow_up=False)
-        sys.exit(code)
+        return code
     except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
     except BaseException as error:
-        _record_exception(failure_file, error)
-        sys.exit(1)
-    sys.exit(0)
+        is_end = type(error).__name__ == "GenerationEnded"
+        if not is_end:
+            _record_exception(failure_file, error)
+        differs = type(error).__name__ == "ReplicaError"
+        is_of_others = is_follow_up(error) or (not differs and bool(getattr(error, "blames", ())))
+        if not keeps or not (is_end or is_of_others):
+            return 1
+        for link in _chain(error):
+            traceback.clear_frames(link.__traceback__)
+        return None
+    return 0
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ class MachineReport:
 @dataclass(slots=True)
 class Machine:
     """A connected launcher. ``address``, ``port``: where it listens; ``rank_port``: a free port for its ranks' store;
-    ``ranks``: its ranks in the generation (empty: it stands by); ``ended``: its report."""
+    ``ranks``: its ranks in the generation (empty: it stands by); ``ended``: its report; ``lost``: the slot of a lost
+    rank, whose process must not run the next generation (-1: none)."""
 
     node: int
     address: str
@@ -58,6 +59,7 @@ class Machine:
     spares: list[int]
     ranks: range = range(0)
     ended: MachineReport | None = None
+    lost: int = -1
 
 
 @dataclass(slots=True)
@@ -289,7 +291,7 @@ class Coordinator:
             self._regather(now, f"{text}; generation {self.number} goes on")
             return
         total = sum(len(machine.slots) for machine in active)
-        slot = home.slots[lost.rank - home.ranks.start]
+        home.lost = slot = home.slots[lost.rank - home.ranks.start]
         home.slots, home.spares, how = self.course.replaced(home.slots, home.spares, slot, total)
         self._regather(now, f"{text}; generation {self.number} goes on {how} of machine {home.node}")
 
@@ -344,10 +346,13 @@ class Coordinator:
                 master=(first.address, first.rank_port),
                 suspect=self.suspect,
                 step=self.course.step,
+                lost=machine.lost,
                 how=how,
             )
         for machine in self._standing_by:
             machine.channel.send(generation=self.number, head=self.node, machines=known)
+        for machine in chosen:
+            machine.lost = -1
         self.number += 1
         self.running, self.how, self.began_at = True, "", self.course.step
 

@@ -22,7 +22,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.errors import LaunchError
@@ -31,7 +31,7 @@ from shardwise.launch.coordinator import EXIT_ALONE, STOPPED
 from shardwise.launch.hang_detector import HangDetector
 from shardwise.launch.job import EXIT_INTERRUPTED, Job, print_line
 from shardwise.launch.node_agent import GenerationStart, NodeAgent
-from shardwise.launch.processes import Failure
+from shardwise.launch.processes import Failure, KeptRank
 from shardwise.launch.restart_policy import RestartPolicy, lost_rank
 from shardwise.launch.zygote import Zygote
 from shardwise.runtime.generation import GENERATION, Generation, plan_file
@@ -57,6 +57,7 @@ class GenerationRunner:
     zygote: Zygote | None = None
     locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # of recreated memory folders
     planned: set[int] = field(default_factory=set)  # numbers of ranks
+    kept: dict[int, KeptRank] = field(default_factory=dict)  # by slot: processes for the next generation
 
     def run_alone(self, master: Callable[[], tuple[str, int]]) -> int:
         """Run a job on this machine alone and return its exit code. ``master``: returns address and port of rank 0."""
@@ -73,6 +74,7 @@ class GenerationRunner:
             if why := course.why_end(by_the_script=bool(lost.traceback) and not lost.differs):
                 print_line(why)
                 return code
+            self._end_kept([slots[lost.rank]])
             slots, spares, how = course.replaced(slots, spares, slots[lost.rank], len(slots))
             suspect = lost.differs
             print_line(f"rank {lost.rank} {lost.describe()}{course.after_step}; generation {number} goes on {how}")
@@ -102,7 +104,7 @@ class GenerationRunner:
         ranks = range(begin.first, begin.first + len(begin.slots))
         shared = {**self.environment(begin), GENERATION: generation.to_text()}
         job = self.make_job(tempfile.mkdtemp(prefix="generation-", dir=self.scratch), ranks)
-        job.spawn, job.abandons = self._living_zygote(shared).spawn, True
+        job.spawn, job.abandons, job.keeps = self._living_zygote(shared).spawn, True, self.course.settings.keeps
         job.halt = None if member is None else member.is_stopped
         watch = HangDetector(self.course.settings.silent_seconds, self.course.settings.idle_seconds)
         reached = begin.step
@@ -120,20 +122,43 @@ class GenerationRunner:
 
         job.watch = look
         try:
-            for local_rank, rank in enumerate(ranks):
-                job.start(self.command, rank, {**shared, "LOCAL_RANK": str(local_rank)})
+            self._start_ranks(job, begin, shared)
             code = job.run()
-            pages = {rank.number: rank.page.read() for rank in job.ranks}
+            pages = {rank.number: rank.heartbeat for rank in job.ranks}
             failed = {rank.number for rank in job.ranks if rank.failure is not None and rank.failure.error}
             stopped = job.stopped if member is None else job.ranks
             absent = [rank.number for rank in stopped if rank.number not in failed and not pages[rank.number].waits]
             if job.interrupted:  # perhaps while the other ranks were being stopped
                 return EXIT_INTERRUPTED, None, [], begin.step
-            if code == 0 and any(rank.process.returncode for rank in job.ranks):
+            if code == 0 and any(rank.process.returncode != 0 for rank in job.ranks):
                 code = STOPPED
-            return code, job.cause, absent, max(begin.step, *(seen.step for seen in pages.values()))
+            steps = [rank.page.read().step for rank in job.ranks]
+            for rank in [rank for rank in job.ranks if rank.is_ready and max(steps) >= 0]:  # see `Job._may_keep`
+                local_rank = rank.number - begin.first
+                self.kept[begin.slots[local_rank]] = job.release(rank, local_rank)
+            return code, job.cause, absent, max(begin.step, *steps)
         finally:
             job.kill()
+
+    def _start_ranks(self, job: Job, begin: GenerationStart, shared: dict[str, str]) -> None:
+        """Start the ranks of a generation: in processes of the last one, as far as there are some, or in fresh ones."""
+        self._end_kept([slot for slot in self.kept if slot not in begin.slots or slot == begin.lost])
+        num_kept = 0
+        for local_rank, slot in enumerate(begin.slots):
+            rank, environment = begin.first + local_rank, {**shared, "LOCAL_RANK": str(local_rank)}
+            kept = self.kept.get(slot)
+            if kept is not None and kept.can_be(local_rank):
+                job.adopt(self.kept.pop(slot), rank, environment)
+                num_kept += 1
+            else:
+                self._end_kept([slot])
+                job.start(self.command, rank, environment)
+        if num_kept:
+            print_line(f"generation {begin.number} has {num_kept} of {len(begin.slots)} processes of the last one")
+
+    def _end_kept(self, slots: Iterable[int]) -> None:
+        for slot in [slot for slot in slots if slot in self.kept]:
+            self.kept.pop(slot).end()
 
     def _restore_memory(self) -> None:
         """Recreate the folder for states if it was removed (systemd does so at logout): the job then still runs."""
@@ -175,6 +200,7 @@ class GenerationRunner:
         return self.zygote
 
     def close(self) -> None:
+        self._end_kept([*self.kept])
         if self.zygote is not None:
             self.zygote.close()
         self.locks.close()

@@ -27,7 +27,7 @@ from typing import IO, TextIO
 from shardwise.errors import LaunchError
 from shardwise.launch import bootstrap
 from shardwise.launch.hang_detector import format_positions, format_waits, name_all_ranks
-from shardwise.launch.processes import Failure, Pipe, RankProcess, Spawn, start_process
+from shardwise.launch.processes import Failure, KeptRank, Pipe, RankProcess, Spawn, start_process
 from shardwise.runtime.heartbeat_file import PAGE, Heartbeat, HeartbeatFile
 
 EXIT_INTERRUPTED = bootstrap.EXIT_INTERRUPTED
@@ -41,6 +41,9 @@ _OWN_EXIT_SECONDS = 1.0  # time for a rank that has recorded its failure to exit
 _DRAIN_SECONDS = 1.0  # for output that is still on its way when a process has ended
 _INTERRUPT_SECONDS = 3.0  # time for the script's own `except KeyboardInterrupt` and `finally`
 _STACK_SECONDS = 0.3  # for a rank to write its stack
+_LEAVE = 0  # in place of a signal: to leave the generation, where processes are kept
+_BUSY_SECONDS = 2.0  # for a rank that is in no collective to come to one; then those that wait for it are freed
+_LEAVE_SECONDS = 4.0  # for all ranks to leave
 _NOTICE_SECONDS = 30.0  # how long ranks may run after another's exit code 0 before a notice is printed
 
 
@@ -55,6 +58,7 @@ class Job:
     exit_grace_seconds: float | None = None
     show_all: bool = False
     abandons: bool = False  # whether to kill the other ranks at once after a failure: their state is kept elsewhere
+    keeps: bool = False  # whether ranks may leave after a failure instead, so that their processes run on
     spawn: Spawn = start_process
     halt: Callable[[], bool] | None = None  # whether ranks of other machines have ended, so that these must end too
     watch: Callable[[dict[int, Heartbeat]], tuple[int, str] | None] | None = None  # pages -> (a rank that hangs, how)
@@ -75,13 +79,12 @@ class Job:
 
     def start(self, command: Sequence[str], number: int, environment: dict[str, str]) -> None:
         """Start one rank, with SIGINT blocked until ``bootstrap`` is ready for it."""
-        failure_file, page = (os.path.join(self.scratch, f"rank-{number}.{kind}") for kind in ("json", "page"))
+        failure_file, page, names = self._files_of(number)
         read_out, write_out = os.pipe()
         read_err, write_err = os.pipe()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             heartbeat = HeartbeatFile.create(page)
-            names = {"RANK": str(number), bootstrap.FAILURE_FILE: failure_file, PAGE: page}
             process = self.spawn(command, {**environment, **names}, write_out, write_err)
         except OSError as error:
             os.close(read_out)
@@ -98,13 +101,40 @@ class Job:
             source = io.FileIO(descriptor)
             self.selector.register(source, selectors.EVENT_READ, Pipe(rank, source, is_stdout))
 
+    def adopt(self, kept: KeptRank, number: int, environment: dict[str, str]) -> None:
+        """Begin one rank in the process of a rank of the last generation. Raises OSError."""
+        failure_file, page, names = self._files_of(number)
+        rank = RankProcess(number, kept.rank.process, failure_file, HeartbeatFile.create(page), len(kept.pipes))
+        kept.begin({**environment, **names})
+        self.ranks.append(rank)
+        for pipe in kept.pipes:
+            pipe.rank = rank
+            self.selector.register(pipe.source, selectors.EVENT_READ, pipe)
+
+    def release(self, rank: RankProcess, local_rank: int) -> KeptRank:
+        """Take a rank that is ready for the next generation out of this job."""
+        self.ranks.remove(rank)
+        pipes = [key.data for key in self.selector.get_map().values() if key.data.rank is rank]
+        for pipe in pipes:
+            self.selector.unregister(pipe.source)
+        return KeptRank(rank, local_rank, pipes)
+
+    def _files_of(self, number: int) -> tuple[str, str, dict[str, str]]:
+        """Return (failure file, page, the environment variables of a rank alone)."""
+        failure_file, page = (os.path.join(self.scratch, f"rank-{number}.{kind}") for kind in ("json", "page"))
+        names = {"RANK": str(number), bootstrap.FAILURE_FILE: failure_file, PAGE: page}
+        return failure_file, page, {**names, bootstrap.KEEPS: "1"} if self.keeps else names
+
     def run(self) -> int:
         try:
-            while [rank for rank in self.ranks if not rank.ended()] or self._waits_for_others:
+            while [rank for rank in self.ranks if not (rank.ended() or rank.is_ready)] or self._waits_for_others:
                 self._turn()
             deadline = time.monotonic() + _DRAIN_SECONDS
-            while self.selector.get_map() and time.monotonic() < deadline:
+            while self._is_open and time.monotonic() < deadline:
                 self._turn()
+            while time.monotonic() < deadline and (ready := self.selector.select(0)):  # of processes that run on
+                for key, _ in ready:
+                    self._read(key.data)
             self._judge(settled=True)
             if self.cause is not None:
                 self._show_cause()
@@ -136,7 +166,7 @@ class Job:
         if self.caught:
             self._interrupt()
         if self.halt is not None and self.exit_code is None and self.halt():
-            self.exit_code, self.schedule = 0, [(time.monotonic(), signal.SIGKILL, self.ranks)]
+            self.exit_code, self.schedule = 0, self._ending(time.monotonic(), self.ranks)
         if self.watch is not None and self.failing is None and self.exit_code is None:
             self._look_for_hangs(self.watch)
         self._judge(settled=self._is_settled)
@@ -145,7 +175,10 @@ class Job:
         while self.schedule and self.schedule[0][0] <= time.monotonic():
             _, signum, ranks = self.schedule.pop(0)
             for rank in ranks:
-                rank.signal(signum, whole_group=signum in (signal.SIGTERM, signal.SIGKILL))
+                if signum == _LEAVE:
+                    rank.leave()
+                elif not rank.is_ready:
+                    rank.signal(signum, whole_group=signum in (signal.SIGTERM, signal.SIGKILL))
 
     # ------------------------------------------------------------------------------------------------ failures
 
@@ -173,6 +206,11 @@ class Job:
         self._stop(others, failed)
 
     @property
+    def _is_open(self) -> bool:
+        """Return whether output of ranks that have ended may be on its way."""
+        return any(not key.data.rank.is_ready for key in self.selector.get_map().values())
+
+    @property
     def _is_settled(self) -> bool:
         seconds = _SETTLE_SECONDS if self.halt is None else _SETTLE_AFAR_SECONDS
         return self.failing is not None and time.monotonic() > self.failing + seconds
@@ -195,6 +233,30 @@ class Job:
             (now + _OWN_EXIT_SECONDS, signal.SIGTERM, failed),
             (after + (0 if self.abandons else self.grace_seconds), signal.SIGKILL, self.ranks),
         ]
+        if self._may_keep:
+            leaving = [rank for rank in failed if rank.failure is not None and rank.failure.is_of_others]
+            failed = [rank for rank in failed if rank not in leaving]
+            ends_itself = (now + _OWN_EXIT_SECONDS, signal.SIGTERM, failed)
+            leave, *kill = self._ending(after, [*others, *leaving])
+            self.schedule = [self.schedule[0], leave, ends_itself, *kill]
+
+    def _ending(self, when: float, others: list[RankProcess]) -> list[tuple[float, int, list[RankProcess]]]:
+        """Return the schedule that ends the ranks of an elastic job. A rank that waits for another leaves when that one
+        has closed its connections: so first those are killed that compute and do not come to a collective."""
+        if not self._may_keep:
+            return [(when, signal.SIGKILL, self.ranks)]
+        busy = [rank for rank in others if not rank.page.read().waits]
+        return [
+            (when, _LEAVE, others),
+            (when + _BUSY_SECONDS, signal.SIGKILL, busy),
+            (when + _LEAVE_SECONDS, signal.SIGKILL, self.ranks),
+        ]
+
+    @property
+    def _may_keep(self) -> bool:
+        """Return whether processes may run the next generation. One that finished no step may have failed for what its
+        processes kept."""
+        return self.keeps and any(rank.page.read().step >= 0 for rank in self.ranks)
 
     def _look_for_hangs(self, watch: Callable[[dict[int, Heartbeat]], tuple[int, str] | None]) -> None:
         running = {rank.number: rank for rank in self.ranks if not rank.ended()}

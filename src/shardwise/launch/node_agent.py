@@ -40,7 +40,8 @@ _MOST_FAULTS = 20  # closed connections that are reported
 @dataclass(frozen=True, slots=True)
 class GenerationStart:
     """The head's description of a generation for one machine. ``first``: its first rank; ``num_ranks``: of all
-    machines; ``num_spares``: unused slots; ``master``: where the ranks meet; ``step``: the last finished step."""
+    machines; ``num_spares``: unused slots; ``master``: where the ranks meet; ``step``: the last finished step;
+    ``lost``: the slot whose rank of the last generation was lost (-1: none of this machine)."""
 
     number: int
     suspect: bool
@@ -50,6 +51,7 @@ class GenerationStart:
     num_spares: int
     master: Address
     step: int
+    lost: int = -1
 
 
 class Listener(threading.Thread):
@@ -288,12 +290,13 @@ class NodeAgent:
             raise ValueError(f"{slots} and {spares} are no slots of this machine")
         whole(first + len(slots), most=num_ranks)
         how, master, step = as_text(message["how"]), as_place(message["master"]), whole(message["step"], -1)
+        lost = whole(message["lost"], -1)
         self.slots, self.spares = slots, spares
         self.station.called = None  # by a head that is this one, or has lost
         if how:
             print_line(how)
         return GenerationStart(
-            self.number, bool(message["suspect"]), first, num_ranks, slots, len(spares), master, step
+            self.number, bool(message["suspect"]), first, num_ranks, slots, len(spares), master, step, lost
         )
 
     # -------------------------------------------------------------------------------------------- while ranks run

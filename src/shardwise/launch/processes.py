@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shardwise.launch import bootstrap
-from shardwise.runtime.heartbeat_file import HeartbeatFile
+from shardwise.runtime.heartbeat_file import NEXT_FILE, Heartbeat, HeartbeatFile
 
 _LONGEST_LINE = 1 << 20  # bytes; a longer line is forwarded in pieces
 _WAITED_IN_VAIN = ("timed out", "timeout", "did not come to")  # in the message of an error
@@ -62,6 +62,11 @@ class Failure:
         """Return whether the rank timed out waiting for another one, which may hang. (NCCL's watchdog aborts.)"""
         return self.killed_by == "SIGABRT" or any(text in self.error.lower() for text in _WAITED_IN_VAIN)
 
+    @property
+    def is_of_others(self) -> bool:
+        """Return whether the rank only noticed that others are gone, or do not come."""
+        return self.follow_up or (bool(self.blames) and not self.differs)
+
     def describe(self) -> str:
         """Return one line, for example ``failed with exit code 1 (ValueError: no such file)``."""
         if self.killed_by or self.hangs:
@@ -80,6 +85,7 @@ class RankProcess:
     page: HeartbeatFile
     open_pipes: int = 2
     failure: Failure | None = None
+    left: Heartbeat | None = None  # what it did when it was asked to leave the generation
     seen_alive: float = field(default_factory=lambda: time.time())  # when its process was last known to run
 
     def signal(self, signum: int, whole_group: bool = True) -> None:
@@ -87,6 +93,21 @@ class RankProcess:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if whole_group else os.kill)(self.process.pid, signum)
+
+    def leave(self) -> None:
+        """Ask the rank to leave the generation, and to keep its process for the next one."""
+        self.left = self.left or self.page.read()
+        self.page.end_generation()
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """Return what the rank does, or did when it was asked to leave."""
+        return self.left or self.page.read()
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the rank has left the generation, and its process waits for the next one."""
+        return self.process.returncode is None and self.page.is_ready
 
     def ended(self) -> bool:
         """Return whether the process has ended; if so, kill the rest of its process group."""
@@ -147,6 +168,36 @@ class Pipe:
             lines.append(self.rest if data or self.rest.endswith(b"\r") else self.rest + b"\n")
             self.rest = b""
         return lines
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRank:
+    """A rank that has left its generation, and whose process waits for the next one; with its output."""
+
+    rank: RankProcess
+    local_rank: int
+    pipes: list[Pipe]
+
+    def can_be(self, local_rank: int) -> bool:
+        """Return whether the process can run another rank. Scripts choose a GPU by the local rank, and only once."""
+        return not self.rank.ended() and (local_rank == self.local_rank or not self.rank.page.uses_gpu)
+
+    def begin(self, environment: dict[str, str]) -> None:
+        """Let the process begin the next generation. Raises OSError."""
+        path = NEXT_FILE.format(page=self.rank.page.path)
+        with open(path + ".part", "w", encoding="utf-8") as file:
+            json.dump(environment, file)
+        os.replace(path + ".part", path)
+        self.rank.page.close()
+
+    def end(self) -> None:
+        """Kill the process."""
+        self.rank.signal(signal.SIGKILL)
+        self.rank.process.wait()
+        self.rank.ended()
+        self.rank.page.close()
+        for pipe in self.pipes:
+            pipe.source.close()
 
 
 def start_process(command: Sequence[str], environment: dict[str, str], stdout: int, stderr: int) -> Process:

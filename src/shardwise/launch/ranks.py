@@ -29,7 +29,8 @@ from shardwise.hosts import listen, own_address
 from shardwise.launch.rank_environment import RankEnvironment, read_place
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import backend_of, rank_device
-from shardwise.runtime.generation import current, read_generation
+from shardwise.runtime.generation import current, process_state, read_generation
+from shardwise.runtime.gpu_watcher import abort_communicators
 from shardwise.runtime.heartbeat_file import PAGE
 
 _GPU_PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # with either, Slurm shows a task only its own GPU
@@ -302,3 +303,12 @@ def finish() -> None:
     """Destroy the process group. Called automatically when the process exits; a second call does nothing."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@process_state.at_end
+def _leave_group() -> None:
+    """Leave the group of a generation. Kernels that wait for a lost rank end first; with gloo, ranks that wait for this
+    one get an error."""
+    abort_communicators()
+    atexit.unregister(finish)
+    finish()

@@ -22,7 +22,7 @@ class ElasticConfig:
     ``silent_seconds``: limit without a heartbeat, of a rank (while others send some) or a machine; ``idle_seconds``:
     limit outside the collective or pipeline exchange in which all others wait (None: its own timeout);
     ``wait_seconds``: how long to wait for machines, at the start and when too few are left; ``preload``: more modules
-    to import once for all ranks."""
+    to import once for all ranks; ``keeps``: whether processes of ranks that are not lost run the next generation."""
 
     min_ranks: int | None = None
     spares: int = 0
@@ -31,6 +31,7 @@ class ElasticConfig:
     idle_seconds: float | None = None
     wait_seconds: float = 600.0
     preload: Sequence[str] = ()
+    keeps: bool = False
 
     def check(self, num_ranks: int) -> None:
         """Raise LaunchError for invalid values. ``num_ranks``: of all machines."""

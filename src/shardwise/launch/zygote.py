@@ -15,7 +15,6 @@ import gc
 import importlib
 import json
 import os
-import random
 import select
 import signal
 import socket
@@ -185,9 +184,7 @@ def _become_a_rank(command: list[str], environment: dict[str, str], parent: int)
     bootstrap.replace_environment({**environment, bootstrap.LAUNCHER_PID: str(parent)})
     if json.loads(environment.get(GENERATION, "{}")).get("rehearses"):
         os.nice(_LEAST_URGENT)
-    random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    bootstrap.seed_python()
     bootstrap.main(command)
 
 

@@ -92,6 +92,14 @@ class CustomRules:
         self.version += 1
         return self.rules.pop(target, None) is not None
 
+    def entries(self) -> dict[OpOverload, RuleTemplate | RuleFunction]:
+        return dict(self.rules)
+
+    def replace(self, rules: dict[OpOverload, RuleTemplate | RuleFunction]) -> None:
+        """Go back to earlier ``entries``."""
+        if rules != self.rules:
+            self.rules, self.version = dict(rules), self.version + 1
+
 
 CUSTOM = CustomRules()
 

@@ -24,7 +24,9 @@ from torch._ops import OpOverload
 
 from shardwise.errors import LaunchError, ShardwiseError, name_ranks
 from shardwise.progress import show_progress
+from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator, group_timeout
+from shardwise.runtime.generation import process_state
 from shardwise.runtime.rank_tree import FANOUT, RankTree, SmallGroup
 
 T = TypeVar("T")
@@ -34,8 +36,14 @@ _FIRST_PAUSE_SECONDS = 1e-3
 _STORE_SECONDS = 1e-4  # per rank that polls: the store, one thread of rank 0, answers about 100,000 requests a second
 _MEETING_SECONDS = 60.0
 _HALF_AN_HOUR = timedelta(minutes=30)  # torch's default, for a group without a time-out
-_turns = count()  # every rank makes the same number of calls
+_turns = count()  # of this generation: every rank makes the same number of calls
 _trees: WeakKeyDictionary[Any, RankTree] = WeakKeyDictionary()  # by default group
+
+
+@process_state.at_end
+def _reset_turns() -> None:
+    global _turns
+    _turns = count()
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -102,6 +110,7 @@ def meet_all(what: str) -> None:
             missing = [other for other in range(num_ranks) if not store.check([f"{turn}/{other}"])]
             text = f"{what} is on at {name_ranks([rank])}, and not at {name_ranks(missing)}"
             raise LaunchError(text, fix="use it on every rank")
+        trail.check()
         sleep(max(_FIRST_PAUSE_SECONDS, _STORE_SECONDS * num_ranks))
 
 
@@ -200,6 +209,7 @@ def meet_rank_zero(what: str) -> None:
                 "init_ranks; only sw.plan is exempt from it",
                 facts=[] if failure is None else [("error", str(failure).split("\n", 1)[0])],
             ) from failure
+        trail.check()
         sleep(pause)
         pause = min(2 * pause, longest)
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardwise.runtime.generation import GenerationEnded, process_state
 from shardwise.runtime.heartbeat_file import HeartbeatFile
 
 _BEAT_SECONDS = 0.5
@@ -26,6 +27,7 @@ class CollectiveTracker:
         self.waited_seconds = 0.0
         self._number, self._began = 0, 0.0
         self._page: HeartbeatFile | None = None
+        self._end: Callable[[], None] | None = None  # of the thread that beats
 
     def write_to(self, path: str | Path) -> None:
         """Write to a heartbeat file from now on, and beat there as long as the process runs."""
@@ -48,6 +50,12 @@ class CollectiveTracker:
         thread = threading.Thread(target=beat, daemon=True, name="shardwise-beats")
         thread.start()
         atexit.register(end)
+        self._end = end
+
+    def check(self) -> None:
+        """Raise GenerationEnded if the launcher has ended this rank's generation. Called before and in all waits."""
+        if self._page is not None and self._page.has_ended:
+            raise GenerationEnded
 
     def step_done(self, step: int) -> None:
         if self._page is not None:
@@ -61,7 +69,8 @@ class CollectiveTracker:
         self.leave()
 
     def enter(self, what: bytes) -> None:
-        """Record that this rank begins to wait for ``what``."""
+        """Record that this rank begins to wait for ``what``. Raises GenerationEnded."""
+        self.check()
         self._number += 1
         self._began = time.monotonic()
         if self._page is not None:
@@ -74,6 +83,14 @@ class CollectiveTracker:
         if self._page is not None:
             self._page.leave(ended)
 
+    def reset(self) -> None:
+        """Write to no heartbeat file any more."""
+        if self._end is not None:
+            atexit.unregister(self._end)
+            self._end()
+        self.__init__()  # type: ignore[misc]
+
 
 # Not a cache: a process is one rank with one heartbeat file.
 trail = CollectiveTracker()
+process_state.at_end(trail.reset)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -18,8 +19,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from shardwise.errors import CollectiveError, ShardwiseError, problem
+from shardwise.runtime.collective_tracker import trail
+from shardwise.runtime.generation import process_state
 
-_PATIENCE = timedelta(seconds=1)
+_PATIENCE_SECONDS = 1.0  # between looks into the store
+_WAIT = timedelta(seconds=0.1)  # between looks whether the generation has ended
 _RAISED = "shardwise/hands-raised"
 
 
@@ -67,16 +71,21 @@ class FailureStore:
     def wait(self, work: Any) -> None:
         """Wait for a gloo collective. Raises its error, CollectiveError if a rank has left this call, and
         ShardwiseError if one asks about another call."""
+        asked = time.monotonic()
         while True:
             try:
-                work.wait(_PATIENCE)
+                work.wait(_WAIT)
                 return
             except RuntimeError:
                 if work.is_completed():  # it failed, or has just finished
+                    trail.check()
                     work.wait()
                     return
-            if (error := self.explained()) is not None:
-                raise error
+            trail.check()
+            if (now := time.monotonic()) > asked + _PATIENCE_SECONDS:
+                asked = now
+                if (error := self.explained()) is not None:
+                    raise error
 
     def _raise(self, status: RankStatus) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -122,3 +131,4 @@ def _key(number: int) -> str:
 
 # Not a cache: a process is one rank.
 failure_store = FailureStore()
+process_state.at_end(failure_store.__init__)  # type: ignore[misc]

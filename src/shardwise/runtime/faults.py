@@ -22,6 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # documented,
 
 from shardwise.errors import CollectiveError, ShardwiseError, name_ranks, problem
 from shardwise.graph.origins import NOT_USER_CODE
+from shardwise.runtime.collective_tracker import trail
 
 _OTHERS_SECONDS = 2.0  # how long a failing rank waits for the positions of others
 _POLL_SECONDS = 0.05
@@ -123,6 +124,7 @@ def _ask(waiting: BlockedRank, rank: int) -> dict[int, BlockedRank]:
                 return waiting_ranks
             if not answers:
                 time.sleep(_POLL_SECONDS)
+            trail.check()
     finally:
         with suppress(Exception):
             store.set_timeout(before)

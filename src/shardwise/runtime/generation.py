@@ -6,8 +6,8 @@ Data that a generation needs from earlier ones is in an in-memory folder that ou
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 
 GENERATION = "SHARDWISE_GENERATION"  # environment variable set by the launcher
 
@@ -41,8 +41,34 @@ class Current:
     generation: Generation | None = None
 
 
-# Not a cache: a process is a rank of one generation.
+# Not a cache: a process is a rank of one generation at a time.
 current = Current()
+
+
+class GenerationEnded(BaseException):
+    """Leaves the script of a generation that has ended, in a process that may take part in the next one. No Exception:
+    a script that handles errors of a step does not handle this one."""
+
+
+@dataclass(slots=True)
+class ProcessState:
+    """What modules keep for one generation: functions that put it back to what it is in a fresh process."""
+
+    resets: list[Callable[[], None]] = field(default_factory=list)
+
+    def at_end(self, reset: Callable[[], None]) -> Callable[[], None]:
+        """Register a function to call when this process leaves a generation; usable as a decorator."""
+        self.resets.append(reset)
+        return reset
+
+    def reset(self) -> None:
+        current.generation = None
+        for reset in self.resets:
+            reset()
+
+
+# Not a cache: the modules of a process register here when they are imported.
+process_state = ProcessState()
 
 
 def plan_file(num_ranks: int, turn: int) -> str:

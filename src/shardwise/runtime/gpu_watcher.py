@@ -28,6 +28,7 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.communicator import backend_of, group_timeout
 from shardwise.runtime.failure_store import failure_store
+from shardwise.runtime.generation import process_state
 
 _POLL_SECONDS = 1.0  # as long as a rank waits for gloo before it asks for failures
 _SHARE_OF_TIMEOUT = 0.9  # NCCL's own watchdog ends the process at the timeout, without a word about the operator
@@ -186,3 +187,4 @@ def _set_exception(thread: int, error: type[Exception] | None) -> bool:
 
 # Not a cache: a process is one rank.
 gpu_watcher = GpuWatcher()
+process_state.at_end(gpu_watcher.__init__)  # type: ignore[misc]

@@ -12,6 +12,8 @@ bytes    content
 24-31    time at which it entered or left the latest one
 32-35    1 while it is in it, else 0
 36-39    length of the description of the latest one
+40-43    1 when the launcher has ended the generation: the rank leaves it at its next collective
+44-47    what of the rank is left: 0 all of it, 1 a process for the next generation, 2 one that uses a GPU
 64-...   description of the latest one
 =======  =============================================================================
 """
@@ -24,11 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = "SHARDWISE_PAGE"  # environment variable: the path of a rank's heartbeat file
+NEXT_FILE = "{page}.next"  # the environment of the next generation, for a process that waits for it
 
 _BYTES, _TEXT = 2048, 64
 _ALL = struct.Struct("=dqqdiI")
 _BEAT, _STEP, _COLLECTIVE = struct.Struct("=d"), struct.Struct("=q"), struct.Struct("=qdiI")
 _IN_COLLECTIVE = struct.Struct("=di")
+_ENDED, _LEFT = 40, 44
+_FLAG = struct.Struct("=i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ class HeartbeatFile:
     """A memory-mapped heartbeat file, opened by the rank that writes it or by the launcher."""
 
     def __init__(self, path: str | Path) -> None:
+        self.path = path
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _BYTES)
 
@@ -70,6 +76,26 @@ class HeartbeatFile:
 
     def leave(self, now: float) -> None:
         _IN_COLLECTIVE.pack_into(self._memory, 24, now, 0)
+
+    def end_generation(self) -> None:
+        """Ask the rank to leave the generation."""
+        _FLAG.pack_into(self._memory, _ENDED, 1)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._memory[_ENDED] != 0
+
+    def leave_generation(self, *, uses_gpu: bool) -> None:
+        """Record that the rank has left the generation, and waits for the next one."""
+        _FLAG.pack_into(self._memory, _LEFT, 1 + uses_gpu)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._memory[_LEFT] != 0
+
+    @property
+    def uses_gpu(self) -> bool:
+        return self._memory[_LEFT] == 2
 
     def read(self) -> Heartbeat:
         beat, step, number, since, waits, length = _ALL.unpack_from(self._memory, 0)

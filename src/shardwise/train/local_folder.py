@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 
 from shardwise.errors import CheckpointError
+from shardwise.runtime.generation import process_state
 from shardwise.train.locks import Lock, lock
 from shardwise.train.names import DAMAGED, DELETED, FILE, INCOMPLETE, OWNER, is_of_saves
 from shardwise.untrusted_text import MAX_FILE, read_text
@@ -30,6 +31,15 @@ _kept: dict[Path, Lock] = {}  # folders in which this process deletes checkpoint
 _keeping = threading.Lock()  # of the former: several saves may end at once
 os.register_at_fork(after_in_child=_kept.clear)
 _begun: set[Path] = set()  # incomplete saves of this process: other ranks may still read the reason of a failure
+
+
+@process_state.at_end
+def _release_kept() -> None:
+    for held in _kept.values():
+        held.release()
+        atexit.unregister(held.release)
+    _kept.clear()
+    _begun.clear()
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,15 @@ from shardwise.errors import ShardwiseError
 from shardwise.plans.plan import Plan
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.runtime.agree import rank_and_world_size
-from shardwise.runtime.generation import current, plan_file
+from shardwise.runtime.generation import current, plan_file, process_state
 
-_turns = count()  # a script may have several plans
+_turns = count()  # of this generation: a script may have several plans
+
+
+@process_state.at_end
+def _reset_turns() -> None:
+    global _turns
+    _turns = count()
 
 
 def planned(make: Callable[[], Plan | PlanningResult]) -> Plan | PlanningResult | None:

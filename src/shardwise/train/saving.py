@@ -21,6 +21,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError
+from shardwise.runtime.collective_tracker import trail
+from shardwise.runtime.generation import current
 from shardwise.train.files import StagedFile, StreamedFile, write
 from shardwise.train.manifest import Manifest, parse_manifest
 from shardwise.train.names import with_token
@@ -29,6 +31,7 @@ from shardwise.train.sharing import stored_in
 from shardwise.train.stores import Folder
 
 _FIRST_POLL_SECONDS = 0.002
+_LOOK_SECONDS = 0.1  # between looks whether the generation has ended
 _FANOUT = 8  # of the tree of notes
 _NO_ROOM = "no space left on the device, not even for the reason"
 _LAST_SECONDS = 30.0  # how long a process whose script has ended waits for the other ranks' files
@@ -89,7 +92,9 @@ class Saving:
         return self._error if self.done else None
 
     def wait(self) -> Path | str:
-        self._thread.join()
+        while self._thread.is_alive():
+            trail.check()
+            self._thread.join(_LOOK_SECONDS)
         if self._error is not None:
             raise self._error
         undone, self._undone = self._undone, ""
@@ -235,13 +240,16 @@ def _wait_for_rank_zero(job: SaveJob, until: float) -> None:
 
 
 def _polls(job: SaveJob, until: float, what: str) -> Iterator[None]:
-    """Yield again and again, with growing pauses. Raises CheckpointError after ``until``."""
-    pause, waited = _FIRST_POLL_SECONDS, 0.0
+    """Yield again and again, with growing pauses. Raises CheckpointError after ``until``, and once this process has
+    left its generation."""
+    pause, waited, generation = _FIRST_POLL_SECONDS, 0.0, current.generation
     while True:
         yield
         if not threading.main_thread().is_alive():  # the script has ended, and another rank may be gone
             until = min(until, time.monotonic() + max(0.0, _LAST_SECONDS - waited))
             waited += pause
+        if current.generation is not generation:
+            raise _failed(job.folder, "a rank was lost")
         if time.monotonic() > until:
             raise _told(job, f"rank {job.rank} waited for {job.limit_seconds:.0f} s until {what}")
         time.sleep(pause)
