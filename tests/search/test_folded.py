@@ -170,15 +170,24 @@ def test_runs_repeat_periods_of_several_blocks() -> None:
     assert [run.step for run in runs] == [1, 1, 2, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("differ", ["kinds", "policies"])
-def test_blocks_that_differ_in_turn_fold(differ: str) -> None:
-    """As layers with local and global attention, or a plan that recomputes every other block."""
+@pytest.mark.parametrize("differ", ["kinds", "policies", "few policies"])
+def test_blocks_that_differ_in_turn_fold(differ: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layers with local and global attention, or a plan that recomputes every other block. Runs of the same blocks
+    need one longer program together, however many they are."""
+    if differ == "few policies":
+        monkeypatch.setattr(block_extrapolation, "MAX_FOLDED_SHARE", 1.0)
     with torch.device("meta"):
-        model, ids = Deep(layers=13), torch.zeros(16, 256, dtype=torch.int64)
+        model = Deep(layers=30 if differ == "few policies" else 13)
+        ids = torch.zeros(16, 256, dtype=torch.int64)
     for layer in model.layers[::2] if differ == "kinds" else ():
         layer.norm.eps = 1e-3
     graph = capture(model, (ids, ids)).graph
-    segments = MemoryPolicy.of(graph, (), "full").segments[::2] if differ == "policies" else ()
+    whole_policy = MemoryPolicy.of(graph, (), "full").segments
+    segments = {
+        "kinds": (),
+        "policies": whole_policy[::2],
+        "few policies": tuple(segment for number, segment in enumerate(whole_policy) if number % 10),
+    }[differ]
     settings = SearchConfig(memory_policy=MemoryPolicy("full", segments=segments), bucket_bytes=0)
     planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=8),), settings)
     searches, _ = planner.searches()

@@ -475,13 +475,13 @@ class _StepWriter:
             for name in {name for kernel in kind.kernels for name in kernel.results}:
                 names[name] = f"{entry.results[0]}'{name}"
             largest = self.spmd.largest.get(entry.local.op)
-            first = kind.kernels_beside(weights)
+            first = set(map(id, kind.kernels_beside(weights)))
             for kernel in kind.kernels:
                 if largest is not None and kernel.target is LARGEST:
                     self.backward.append(self._compute(kernel, names, origin))
                     (found,) = kernel.results
                     names[found] = self._of_all_ranks(largest, names[found])
-                elif kernel in first:
+                elif id(kernel) in first:
                     self.backward.append(self._compute(kernel, names, origin))
                 else:
                     late.append(self._compute(kernel, names, late_origin))

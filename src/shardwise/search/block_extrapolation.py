@@ -145,8 +145,8 @@ class FoldedSteps:
         on = mesh, memory_policy.reshard_mode, memory_policy.offloads
         key = *on, self._outside(choice, memory_policy), kept
         short = len(self.graph.ops) - self._num_operators(removed)
-        unknown = [run for run in long if (*on, periods[run]) not in self.further]
-        longer = [short + self._num_operators(range(run[0], run[1])) for run in unknown]
+        unknown = {periods[run]: range(run[0], run[1]) for run in long if (*on, periods[run]) not in self.further}
+        longer = [short + self._num_operators(period) for period in unknown.values()]
         if not long or short * (key not in self.known) + sum(longer) > MAX_FOLDED_SHARE * len(self.graph.ops):
             return None
         if key not in self.known:
