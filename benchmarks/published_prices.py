@@ -2,9 +2,10 @@
 
 The layers of a row are planned with columns and rows split over ``tp`` (sequence parallelism where the row has it), and
 one pass of one and of two layers is simulated, so that their difference is a layer and the rest embedding, head and
-loss. The rest of a step is closed form:
+loss (on the first and the last stage). The rest of a step is closed form:
 
-* a layer takes as long as its kernels and messages one after the other, or as long as its host needs to start them;
+* a layer's forward and its backward each begin on an idle device (vTrain's runs on one node are exact sums of layers),
+  and take as long as their kernels and messages, one after the other, each when the host has started it;
 * stages: one pass after the other (1F1B): ``passes`` times the slowest, and the others once, by the chunks of a stage;
 * full recompute: forward once more; selective: attention from its scores on once more; of operators (torchtitan's
   ``op``): every second product once more, counted as half of forward;
@@ -21,8 +22,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +50,7 @@ from shardwise.costs.kernels import KernelWork
 from shardwise.costs.machine import family_of
 from shardwise.costs.memory import busiest_program, memory_of_program
 from shardwise.costs.prices import Prices
-from shardwise.costs.timeline import SimulatedStep, simulate_program
+from shardwise.costs.timeline import Event, simulate_program
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.programs.vjp import VjpCache
@@ -123,9 +126,14 @@ class Half:
     def __sub__(self, other: Half) -> Half:
         return Half(self.busy - other.busy, self.started - other.started)
 
-    def seconds(self, launch: float) -> float:
-        """Where the host takes ``launch`` seconds to start one."""
-        return max(self.busy, launch * self.started)
+    def seconds(self, launch: float, order: Sequence[float] = ()) -> float:
+        """Where the host takes ``launch`` seconds to start one, of a device that has nothing else to do before.
+        ``order``: what each of them takes."""
+        idle = taken = 0.0
+        for number, own in enumerate(order, 1):
+            idle = max(idle, launch * number - taken)
+            taken += own
+        return max(self.busy + idle, launch * self.started)
 
 
 def node_rate(interconnect: str) -> float | None:
@@ -186,12 +194,24 @@ def device_of(cluster: Cluster, software: Software) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class OnePass:
-    """Forward and backward of a pass, and the bytes that a device keeps between them. ``core``: seconds of forward in
-    attention, from its scores on."""
+    """Forward and backward of a pass, what of both comes before the first layer (``embedding``), and the bytes that a
+    device keeps between them. ``core``: seconds of forward in attention, from its scores on; ``orders``: of the last
+    layer, forward and backward, what kernels and messages take, in order."""
 
     halves: tuple[Half, Half]
+    embedding: tuple[Half, Half]
     kept_bytes: float
     core: float
+    orders: tuple[list[float], list[float]]
+
+    @staticmethod
+    def of(events: Sequence[Event], kept_bytes: float, layers: int) -> OnePass:
+        """From what a step of so many layers does."""
+        forward, backward = ([event for event in events if event.part == part] for part in ("forward", "backward"))
+        core = sum(event.seconds for event in forward if OF_CORE.search(event.name))
+        orders = _order(forward, f"layers.{layers - 1}"), _order(backward, f"layers.{layers - 1}")
+        embedding = _half(_until_layers(forward)), _half(_until_layers(backward[::-1]))
+        return OnePass((_half(forward), _half(backward)), embedding, kept_bytes, core, orders)
 
 
 @cache
@@ -221,24 +241,35 @@ def one_pass(model: Model, recompute: str) -> OnePass:
         nobody: Any = SimpleNamespace(coordinates=spmd.mesh.coordinates(program.rank))
         program = compiled_program(program, nobody, torch.device("cpu"), generate=price_section)
     prices = OwnPrices(Links(cluster, plan.mesh), "none", model=model)
-    step = simulate_program(program, prices)
-    halves = _half(step, "forward"), _half(step, "backward")
-    core = sum(event.seconds for event in step.events if event.part == "forward" and OF_CORE.search(event.name))
-    return OnePass(halves, memory_of_program(program, prices).kept_bytes, core)
+    kept_bytes = memory_of_program(program, prices).kept_bytes
+    return OnePass.of(simulate_program(program, prices).events, kept_bytes, shape.layers)
 
 
-def _half(step: SimulatedStep, part: str) -> Half:
-    events = [event for event in step.events if event.part == part]
+def _half(events: Sequence[Event]) -> Half:
     return Half(sum(event.seconds for event in events), len(events))
+
+
+def _until_layers(events: Sequence[Event]) -> list[Event]:
+    """Those before the first of a layer; none where layers are not told apart."""
+    found = list(takewhile(lambda event: not event.name.startswith("layers."), events))
+    return found if len(found) < len(events) else []
+
+
+def _order(events: Sequence[Event], layer: str) -> list[float]:
+    """From the first of this layer to the last, what each takes; nothing where layers are not told apart."""
+    own = [number for number, event in enumerate(events) if event.name.startswith(layer)]
+    return [event.seconds for event in events[own[0] : own[-1] + 1]] if own else []
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Seconds of a layer, forward and backward, of all else, and of a layer's attention from its scores on."""
+    """Seconds of a layer, forward and backward, of what comes before and behind layers, and of a layer's attention from
+    its scores on."""
 
     forward: float
     backward: float
-    rest: float
+    embedding: float
+    head: float
     core: float
 
 
@@ -250,15 +281,16 @@ def pass_of(row: Row, micro_batch: int) -> Pass:
     one, two = (one_pass(replace(model, shape=replace(shape, layers=layers)), "none") for layers in (1, 2))
     pairs = list(zip(one.halves, two.halves, strict=True))
     tokens = shape.batch * shape.sequence
-    layer = [(b - a).seconds(launch) for a, b in pairs]
-    rest = sum((a - (b - a)).seconds(launch) for a, b in pairs)
+    layer = [(b - a).seconds(launch, order) for (a, b), order in zip(pairs, two.orders, strict=True)]
+    embedding = sum(half.seconds(launch) for half in one.embedding)
+    head = max(sum((a - (b - a)).seconds(launch) for a, b in pairs) - embedding, 0.0)
     if shape.vocab * model.half.itemsize % ROW_BYTES:
-        rest += (UNALIGNED - 1) * 6 * tokens * shape.width * shape.vocab / model.tp / device.matmul_flops("bf16")
+        head += (UNALIGNED - 1) * 6 * tokens * shape.width * shape.vocab / model.tp / device.matmul_flops("bf16")
     if shape.scores and shape.width // shape.heads * model.half.itemsize % ROW_BYTES:
         products = 4 * tokens * shape.sequence * shape.width / model.tp
         more = products * (1 / device.matmul_flops("f32") - 1 / device.matmul_flops("bf16"))
         layer = [layer[0] + more, layer[1] + 2 * more]
-    return Pass(*layer, rest, two.core - one.core)
+    return Pass(*layer, embedding, head, two.core - one.core)
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,14 +447,16 @@ def terms_of(row: Row) -> dict[str, float]:
     cp, vpp = row.get("cp") or 1, row.get("vpp") or 1
     shards = Software.of(row).shards
     cluster = cluster_of(row["gpu"], row["gpus"], node_of(row), row.get("interconnect") or "")
-    moves, (per_layer, ends) = Moves.of(row, cluster), parameters(row)
+    moves, (per_layer, table) = Moves.of(row, cluster), parameters(row)
     passes = row["global_batch"] // (row["micro_batch"] * row["dp"])
     stages, once = [], []
     for number, stage in enumerate(stages_of(row)):
         terms = _pass_terms(row, stage, moves, passes)
-        terms["embedding and head"] = pass_of(row, stage.micro_batch).rest if number + 1 == row["pp"] else 0.0
+        own = pass_of(row, stage.micro_batch)
+        ends = [own.embedding] * (number == 0) + [own.head] * (number + 1 == row["pp"])
+        terms["embedding and head"] = sum(ends)
         stages.append(terms)
-        held = per_layer * stage.layers + ends
+        held = per_layer * stage.layers + table
         behind = moves.gathered(held) + moves.scattered(held) if shards else moves.reduced(held)
         update = _update(cluster, held / (stage.dp * cp if row["zero"] else 1))
         once.append({"replicas": 0.0 if shards and row["pp"] == 1 else behind, "update": update})

@@ -11,7 +11,8 @@ quarter, which counts by its groups beside ``PRIOR`` groups with the spread ``SP
 What a row leaves open is assumed (``published_defaults.py``): of the settings that fit, the row has the middle of
 those with its software's defaults, and its interval reaches from the fastest of all to the slowest.
 
-Pairs in the wrong order are counted by the term that decides them. A last line per family is the interval that the
+Pairs in the wrong order are counted by the term that decides them, beside what the noise of measurements lets anyone
+order (``published_noise.py``). A last line per family is the interval that the
 other families alone give for it, without any factor of its own, and how many of its rows lie in it.
 
 Peaks of memory are compared without a factor (``published_bytes.py``); the last column counts the runs that are said
@@ -37,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from published_bytes import figure_of, measured_bytes, peak_bytes, room
 from published_defaults import Setting, settings_of
+from published_noise import Noise
 from published_prices import approximated, seconds_of, terms_of, unplanned, unpriced
 from published_rows import Row, by_setting, family_of, is_positive, once, read, setting_of
 
@@ -150,15 +152,18 @@ def calibrated(found: Sequence[Found]) -> tuple[list[Judged], int]:
 class Order:
     """Of plans of one group and batch: ``pairs``, how many of them are predicted in their order, the ``regrets`` of
     the plans that would be picked, and ``wrong``: terms (``terms_of``) -> pairs in the wrong order that it decides,
-    because it differs most in the predicted direction."""
+    because it differs most in the predicted direction. Of the wrong ones so many are ``close``: measured seconds differ
+    by less than a standard deviation of ``noise``, which lets no prices order more than ``told`` pairs in the mean."""
 
     pairs: int = 0
     right: int = 0
+    close: int = 0
+    told: float = 0.0
     regrets: list[float] = field(default_factory=list)
     wrong: Counter[str] = field(default_factory=Counter)
 
     @staticmethod
-    def of(judged: Iterable[Judged]) -> Order:
+    def of(judged: Iterable[Judged], noise: Noise) -> Order:
         """Compare all pairs. Runs of one setting are one plan, with the median of their seconds."""
         sets: dict[Any, list[Found]] = defaultdict(list)
         for one in judged:
@@ -172,11 +177,13 @@ class Order:
             ]
             for (a, took_a), (b, took_b) in combinations(plans, 2):
                 result.pairs += 1
+                result.told += noise.told(a.row, b.row)
                 if (a.seconds < b.seconds) == (took_a < took_b):
                     result.right += 1
                 else:
                     slow, fast = (terms_of(one.row) for one in sorted((a, b), key=lambda one: -one.seconds))
                     result.wrong[max(slow, key=lambda term: slow[term] - fast[term])] += 1
+                    result.close += abs(log(took_a / took_b)) < noise.of_pair(a.row, b.row)
             if len(plans) >= 2:
                 picked = min(plans, key=lambda plan: plan[0].seconds)[1]
                 result.regrets.append(picked / min(seconds for _, seconds in plans) - 1)
@@ -316,7 +323,8 @@ def report(family: str, rows: Sequence[Any], show: bool) -> list[Found]:
     cells.append(f"{median(raw):.2f} ({min(raw):.2f}-{max(raw):.2f})" if raw else "")
     judged, used = calibrated(found)
     errors, inside = [one.error for one in judged], [one.inside for one in judged]
-    order = Order.of(judged)
+    noise = Noise.of([one.row for one in found])
+    order = Order.of(judged, noise)
     cells.append(f"{median(errors):.1%}, {mean(errors):.1%} (factors from {used} rows)" if errors else "")
     cells.append(f"{order.right / order.pairs:.3f} of {order.pairs}" if order.pairs else "")
     cells.append(f"{mean(order.regrets):.1%}, most {max(order.regrets):.1%}" if order.regrets else "")
@@ -328,6 +336,11 @@ def report(family: str, rows: Sequence[Any], show: bool) -> list[Found]:
     lines += [f"not: {count}: {reason}" for reason, count in missing.most_common()]
     lines += [f"seconds: {shares}" for shares in (shares_of(found),) if shares]
     lines += [f"wrong order: {count}: decided by {term}" for term, count in order.wrong.most_common()]
+    if order.pairs:
+        lines.append(
+            f"noise: {noise}; {order.close} of {order.wrong.total()} wrong pairs differ by less than it; with it no "
+            f"prices order more than {order.told / order.pairs:.3f}"
+        )
     lines += [f"contradict each other: {said}" for said in contradictions(one.row for one in found)]
     for note in lines:
         print(f"| {family} | {note} |{empty}")

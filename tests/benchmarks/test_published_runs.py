@@ -72,13 +72,15 @@ def test_small_work_is_as_fast_as_its_host_and_large_work_is_not(prices: ModuleT
 
 
 def test_passes_and_stages_add_up(prices: ModuleType) -> None:
-    """One pass more takes the slowest stage once more; one pass takes all stages."""
+    """One pass more takes the slowest stage once more; one pass takes all stages. The first has the embedding, the last
+    the head."""
     steps = [prices.seconds_of({**TINY, "global_batch": 2 * passes}) for passes in (2, 3, 4)]
     assert steps[2] - steps[1] == pytest.approx(steps[1] - steps[0])
     own = prices.pass_of(TINY, 2)
     layer = 2 * own.forward + own.backward
-    assert steps[1] - steps[0] == pytest.approx(2 * layer + own.rest, rel=0.02)
-    assert steps[0] > 2 * (2 * layer + own.rest) + 2 * layer  # the other stage once
+    assert own.head > own.embedding > 0
+    assert steps[1] - steps[0] == pytest.approx(2 * layer + own.head, rel=0.02)
+    assert steps[0] > 2 * (2 * layer + own.head) + 2 * layer + own.embedding  # the other stage once
 
 
 def test_stages_of_their_own_are_read_from_the_row(prices: ModuleType) -> None:
@@ -246,7 +248,7 @@ def test_heads_that_tensor_cores_do_not_take_and_an_odd_vocabulary_are_dearer(pr
     arch = {**TINY["arch"], "hidden": 4 * 1024, "heads": 4}
     wide = {**TINY, "tp": 1, "gpus": 2, "seq": 1024, "arch": arch}
     odd = {**wide, "arch": {**arch, "vocab": 511}}
-    assert prices.pass_of(odd, 2).rest > prices.pass_of(wide, 2).rest
+    assert prices.pass_of(odd, 2).head > prices.pass_of(wide, 2).head
     heads = {**wide, "arch": {**arch, "hidden": 4 * 1020}}
     assert prices.pass_of(heads, 2).forward > prices.pass_of(wide, 2).forward
 
@@ -374,7 +376,10 @@ def test_runs_of_one_setting_are_one_plan_in_the_order(runs: ModuleType) -> None
     found = [runs.Found({**TINY, "step_time_s": seconds}, 1.0) for seconds in (1.0, 1.1, 9.0)]
     found.append(runs.Found({**slow, "step_time_s": 1.2}, 2.0))
     judged = [runs.Judged(one, 1.0, 0.5, 2.0) for one in found]
-    assert runs.Order.of(judged) == runs.Order.of(reversed(judged)) == runs.Order(1, 1, [0.0])
+    noise = runs.Noise.of([one.row for one in found])
+    order = runs.Order.of(judged, noise)
+    assert order == runs.Order.of(reversed(judged), noise)
+    assert (order.pairs, order.right, order.regrets) == (1, 1, [0.0])
 
 
 def test_a_pair_in_the_wrong_order_is_counted_by_the_term_that_decides_it(
@@ -384,8 +389,8 @@ def test_a_pair_in_the_wrong_order_is_counted_by_the_term_that_decides_it(
     monkeypatch.setattr(runs, "terms_of", lambda row: terms[row["micro_batch"]])
     rows = [{**TINY, "micro_batch": 2, "step_time_s": 5.0}, {**TINY, "micro_batch": 4, "step_time_s": 4.0}]
     found = [runs.Found(row, sum(terms[row["micro_batch"]].values())) for row in rows]
-    order = runs.Order.of([runs.Judged(one, 1.0, 0.5, 2.0) for one in found])
-    assert (order.pairs, order.right, dict(order.wrong)) == (1, 0, {"bubble": 1})
+    order = runs.Order.of([runs.Judged(one, 1.0, 0.5, 2.0) for one in found], runs.Noise.of(rows))
+    assert (order.pairs, order.right, dict(order.wrong), order.close) == (1, 0, {"bubble": 1}, 0)
     assert order.regrets == [0.25]
 
 
@@ -513,3 +518,33 @@ def test_selective_recompute_computes_attention_from_its_scores_on_again(prices:
     turns = row["global_batch"] // (row["micro_batch"] * row["dp"]) + row["pp"] - 1
     assert 0 < own.core < own.forward
     assert more == pytest.approx(turns * stage.layers * own.core)
+
+
+def test_a_device_waits_for_a_host_that_starts_what_it_does(prices: ModuleType) -> None:
+    """The first kernel is waited for; a long one behind it hides what is started in the meantime."""
+    assert prices.Half(7.0, 3).seconds(1.0, [1.0, 5.0, 1.0]) == 8.0
+    assert prices.Half(7.0, 3).seconds(1.0, [0.5, 1.5, 5.0]) == 8.5
+    assert prices.Half(3.0, 3).seconds(2.0, [1.0, 1.0, 1.0]) == 7.0
+
+
+def test_noise_is_what_effects_of_micro_batch_and_stages_leave(runs: ModuleType) -> None:
+    """Runs that are products of two effects have none; repeated ones have their spread; runs that should take as
+    long are told apart by chance."""
+
+    def row(micro_batch: int, pp: int, part: float = 1.0) -> dict[str, Any]:
+        passes = 16 / micro_batch + pp - 1
+        seconds = part * passes * micro_batch / pp * (1 + micro_batch) * (2 + pp)
+        return {**TINY, "micro_batch": micro_batch, "pp": pp, "gpus": 2 * pp, "step_time_s": seconds}
+
+    def of_one_cluster(*rows: dict[str, Any]) -> Any:
+        return runs.Noise.of([{**one, "gpus": 4} for one in rows])
+
+    exact = [row(micro_batch, pp) for micro_batch in (1, 2, 4) for pp in (1, 2)]
+    noise = of_one_cluster(*exact)
+    assert (noise.free, noise.spread) == (2, pytest.approx(0, abs=1e-9))
+    assert of_one_cluster(*exact, exact[0]).free == 2, "the same seconds are the same run, quoted again"
+    repeated = of_one_cluster(*(row(1, 1, part) for part in (0.9, 1.0, 1.1)), row(2, 1))
+    assert repeated.spread == pytest.approx(0.1, rel=0.01)
+    same = [{**row(1, 1), "gpus": 4}] * 2
+    assert repeated.told(*same) == 0.5
+    assert 0.99 < repeated.told(same[0], {**row(2, 1), "gpus": 4}) < 1
