@@ -28,13 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gpu_steps import MODELS, training_step
+from late_ranks import SPLIT
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.graph.float8 import PRODUCTS
 from shardwise.graph.head_losses import FEWEST_LOGITS
+from shardwise.runtime.single_rank import run_alone
 
 MARK = "@@"  # ahead of a line of a part
 # Losses in float32 of the same arithmetic in another order; gradients of norms with few terms round most.
@@ -110,6 +113,9 @@ def environment(here: Here) -> Lines:
     if here.is_gpu:
         found = torch.cuda.get_device_properties(0)
         yield {"gpu": found.name, "bytes": found.total_memory, "nccl": torch.cuda.nccl.version()}
+        one = torch.ones(8, device=here.device)
+        dist.all_reduce(one)  # a real message of NCCL, of the only rank
+        yield {"backend": dist.get_backend(), "ok": bool((one == 1).all())}
     yield {"cluster": sw.Cluster.local(1).name, "usable_bytes": sw.Cluster.local(1).device.usable_bytes}
 
 
@@ -235,10 +241,85 @@ def copies(here: Here) -> Lines:
     yield {"assumed": sw.Cluster.local(1).device.host_bandwidth}
 
 
+def waits(here: Here) -> Lines:
+    """How often the host waits for the GPU in a step, update included: torch says so itself."""
+    for name in ("gpt2", "llama", "vit"):
+        torch.manual_seed(0)
+        model, inputs = MODELS[name](True)
+        model, inputs = model.to(here.device).train(), {key: value.to(here.device) for key, value in inputs.items()}
+        par = sw.parallelize(model, sw.plan(model, inputs, 1, mesh=sw.Mesh(dp=1)), compile=False, device=here.device)
+        optimizer = torch.optim.AdamW(par.parameters(), fused=True)
+
+        def step(par: sw.Parallel = par, optimizer: Any = optimizer, inputs: Any = inputs) -> None:
+            par.step(**inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(STEPS):  # the first captures, and makes the states of the optimizer
+            step()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if here.is_gpu:
+                torch.cuda.set_sync_debug_mode("warn")
+            step()
+            if here.is_gpu:
+                torch.cuda.set_sync_debug_mode("default")
+        found = [f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
+        yield {"model": name, "ok": not found, "waits": found}
+
+
+def late(here: Here) -> Lines:
+    """Four ranks on this one device whose messages are late (``late_ranks.py``): races would change the losses."""
+    script, size = Path(__file__).with_name("late_ranks.py"), 2 if here.tiny else 4
+    cases = ["--cases", "tensor parallel, ZeRO 3"] if here.tiny else []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(script), "--size", str(size), "--store", f"{folder}/store"]
+        command += ["--device", here.kind, *cases]
+        others = [
+            subprocess.Popen([*command, "--rank", str(rank)], stderr=subprocess.DEVNULL) for rank in range(1, size)
+        ]
+        try:
+            done = subprocess.run([*command, "--rank", "0"], capture_output=True, text=True, check=False)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+    yield from map(json.loads, done.stdout.splitlines())
+    if done.returncode:
+        yield {"ok": False, "failed": done.stderr[-1000:]}
+
+
+def rank_programs(here: Here) -> Lines:
+    """The program of one rank of plans for 8 and 64 devices, without messages, beside its prediction."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    dist.destroy_process_group()  # one rank alone is no rank of a job
+    for axes, cluster in (({"dp": 2, "tp": 4}, "h100-1x8"), ({"dp": 8, "tp": 8}, "h100-8x8")):
+        width, heads, length, vocab = (64, 8, 32, 512) if here.tiny else (4096, 32, 8192, 128_256)
+        config = LlamaConfig(
+            hidden_size=width, intermediate_size=7 * width // 2, num_hidden_layers=4, num_attention_heads=heads,
+            num_key_value_heads=8, vocab_size=vocab, max_position_embeddings=length, use_cache=False,
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+            ids = torch.zeros(axes["dp"], length, dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": ids}
+        mesh, zero = sw.Mesh(**axes), {"strategies": SPLIT, "zero": 3}
+        plan = sw.plan(model, batch, sw.Cluster.load(cluster), mesh=mesh, **zero).plan
+        for compiled in (False, True) if not here.tiny else (False,):
+            here.free()
+            rank = plan.num_ranks // 2
+            found = run_alone(model, batch, plan, rank, device=here.device, compile=compiled, steps=STEPS)
+            (seconds, predicted), (peak, expected) = found.step_seconds, found.peak_bytes
+            yield {"devices": plan.num_ranks, "compiled": compiled, "seconds": seconds, "predicted_seconds": predicted}
+            yield {"devices": plan.num_ranks, "peak_bytes": peak, "predicted_peak_bytes": expected}
+            yield {"largest_differences": [(row.part, row.name, row.measured, row.predicted) for row in found.rows[:5]]}
+
+
 def steps(here: Here) -> Lines:
     """Steps of transformers models beside plain PyTorch's, eager and compiled (``gpu_steps.py``)."""
     script = Path(__file__).with_name("gpu_steps.py")
-    for name in ("gpt2", "llama", "vit"):
+    for name in ("gpt2", "llama", "vit", "mixtral"):
         with tempfile.TemporaryDirectory() as folder:
             kept = Path(folder) / "steps.json"
             size = ["--tiny", "--device", "cpu", "--rounds", "2"] if here.tiny else ["--rounds", "20"]
@@ -258,6 +339,9 @@ PARTS: Mapping[str, tuple[Callable[[Here], Lines], int]] = {  # with limits in s
     "head_loss": (head_loss, 60),
     "float8": (float8, 60),
     "copies": (copies, 30),
+    "waits": (waits, 60),
+    "late": (late, 120),
+    "rank_programs": (rank_programs, 120),
     "steps": (steps, 300),
 }
 

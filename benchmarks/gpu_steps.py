@@ -96,9 +96,20 @@ def resnet(tiny: bool) -> tuple[nn.Module, Inputs]:
     return transformers.ResNetForImageClassification(config), _images(batch, size, classes)
 
 
+def mixtral(tiny: bool) -> tuple[nn.Module, Inputs]:
+    """Mixtral of 8 layers of 1,024 with 8 experts (830 million parameters), 4 x 2,048 tokens."""
+    layers, width, heads, vocab, batch, length = (2, 64, 4, 512, 2, 32) if tiny else (8, 1024, 16, 32000, 4, 2048)
+    config = transformers.MixtralConfig(
+        num_hidden_layers=layers, hidden_size=width, intermediate_size=7 * width // 2, num_attention_heads=heads,
+        num_key_value_heads=heads // 4, vocab_size=vocab, max_position_embeddings=length, use_cache=False,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config), _tokens(vocab, batch, length)
+
+
 MODELS: Mapping[str, Callable[[bool], tuple[nn.Module, Inputs]]] = {
     "gpt2": gpt2,
     "llama": llama,
+    "mixtral": mixtral,
     "bert": bert,
     "vit": vit,
     "resnet": resnet,

@@ -24,7 +24,10 @@ def lines(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
     "parts",
     [
         ["environment"],
-        pytest.param(["equal", "peaks", "head_loss", "float8", "copies", "steps"], marks=pytest.mark.long),
+        pytest.param(
+            ["equal", "peaks", "head_loss", "float8", "copies", "waits", "late", "rank_programs", "steps"],
+            marks=pytest.mark.long,
+        ),
     ],
     ids="-".join,
 )

@@ -12,6 +12,7 @@ import importlib.util
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ class Record:
     def __init__(self) -> None:
         self.races: list[str] = []
         self.waits: Counter[str] = Counter()
+        self.warns_of_waits = False  # torch.cuda.set_sync_debug_mode
 
     def clear(self) -> None:
         """Forget everything seen so far."""
@@ -60,6 +62,8 @@ class Record:
             self.races.append(f"{text} [{_place()}]")
         else:
             self.waits[f"{text} [{_place()}]"] += 1
+            if self.warns_of_waits:
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=3)
 
 
 def _place() -> str:
@@ -238,6 +242,7 @@ def _replace_torch_cuda(num_gpus: int) -> None:
             cudaHostUnregister=gpu.unregister_host,
         ),
         "nccl": SimpleNamespace(version=lambda: (2, 28, 9)),
+        "set_sync_debug_mode": lambda mode: setattr(record, "warns_of_waits", mode == "warn"),
     }
     silent = ("_lazy_init", "init", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all", "_sleep")
     for name, value in {**replaced, **dict.fromkeys(silent, nothing)}.items():

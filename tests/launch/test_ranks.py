@@ -46,7 +46,7 @@ def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
 @pytest.mark.usefixtures("no_launcher")
 def test_another_backend_than_that_of_the_existing_group_is_an_error() -> None:
     init_ranks("gloo")
-    with raises(LaunchError, "with gloo", "not nccl", fix="shardwise.finish()"):
+    with raises(LaunchError, "with gloo", "not nccl", fix="destroy_process_group()"):
         init_ranks("nccl")
 
 

@@ -64,7 +64,7 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
     if dist.is_initialized():
         if backend is not None and backend != backend_of():
             what = f"the ranks are already connected with {backend_of()}, not {backend}"
-            raise LaunchError(what, fix="call init_ranks once, first, or call shardwise.finish() in between")
+            raise LaunchError(what, fix="call init_ranks once, first, or dist.destroy_process_group() in between")
         _join_group()
         return
     place = read_place(os.environ)
