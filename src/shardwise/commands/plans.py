@@ -37,6 +37,7 @@ _PLAIN = (
     "micro_batch",
     "per_micro_batch",
     "bucket_bytes",
+    "row_chunks",
     "imbalance",
     "recompute",
     "offload",

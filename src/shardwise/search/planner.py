@@ -61,6 +61,7 @@ from shardwise.search.constants import (
     MAX_OPERATORS_FOR_GREEDY,
     MAX_SIMULATED_OPERATORS,
     PREFETCH_DEPTHS,
+    ROW_CHUNKS,
 )
 from shardwise.search.cost_graph import CostGraph
 from shardwise.search.cost_tables import Tables
@@ -330,7 +331,7 @@ class Planner:
         are estimated, unless the ``whole`` program is asked for."""
         memory_policy, mesh = self.settings.memory_policy, candidate.search.mesh
         is_folded = self.folded is not None and not whole
-        size, assignment = (self.settings.bucket_bytes, self.settings.prefetch), tuple(candidate.assignment)
+        size, assignment = self._messages, tuple(candidate.assignment)
         key = memory_policy.key, size, mesh, assignment, simulated, is_folded
         built = self.graph_cache.get("programs", key, lambda: self._build(candidate, simulated=simulated, whole=whole))
         return replace(built, candidate=candidate)
@@ -347,7 +348,7 @@ class Planner:
             by_block, assignment = memory_policy.reshard_mode == "again", tuple(candidate.assignment)
             stored = self.graph_cache.get(
                 "stored programs",
-                (search.mesh, assignment, settings.bucket_bytes, settings.prefetch, by_block, names),
+                (search.mesh, assignment, self._messages, by_block, names),
                 lambda: build_stored_program(graph, rules, choice, search.mesh, of_short, self.cache.vjp_cache),
             )
             return simulate_program(stored.with_lifetimes(graph, of_short).busiest, prices)
@@ -355,7 +356,7 @@ class Planner:
         def short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
             if self.annotations or settings.layouts:  # which have names
                 return simulate_short(graph, memory_policy)
-            rest = prices, (settings.bucket_bytes, settings.prefetch), settings.zero
+            rest = prices, self._messages, settings.zero
             simulate = partial(simulate_short, graph, memory_policy)
             return shared_step(self.cache, graph, self.factored, choice, memory_policy, rest, simulate)
 
@@ -372,6 +373,11 @@ class Planner:
         return SimulatedCandidate(
             candidate, choice, spmd, memory.peak, step, others, memory.kept_bytes, called, num_roles
         )
+
+    @property
+    def _messages(self) -> tuple[int, int, int]:
+        """Return the settings of messages on which a program depends."""
+        return self.settings.bucket_bytes, self.settings.prefetch, self.settings.row_chunks or 1
 
     def _choice(self, search: MeshSearch, assignment: list[int]) -> Choice:
         return self.graph_cache.get("choices", (search.mesh, tuple(assignment)), lambda: search.choice(assignment))
@@ -483,6 +489,12 @@ class Planner:
             if found >= fastest:
                 break
             chosen, fastest = other, found
+        chunks = ROW_CHUNKS if waits and self.settings.row_chunks is None else ()
+        fastest *= 1 - BUCKET_GAIN if chunks and chosen is not self else 1.0
+        for count in chunks:
+            other, found = chosen._varied(best.candidate, row_chunks=count)
+            if found < fastest:
+                chosen, fastest = other, found
         return chosen
 
     def _varied(self, candidate: Candidate, **settings: Any) -> tuple[Planner, float]:
