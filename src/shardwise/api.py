@@ -159,8 +159,8 @@ def plan(
         module, example_inputs, cluster, kwargs=kwargs, loss=loss, optimizer=optimizer, precision=precision, mode=mode,
         search=search, mesh=mesh, max_mesh_axes=max_mesh_axes, global_batch=global_batch, micro_batch=micro_batch,
         per_micro_batch=per_micro_batch, memory_bytes=memory_bytes, strategies=strategies, layouts=layouts,
-        bucket_bytes=bucket_bytes, row_chunks=row_chunks, imbalance=imbalance, recompute=recompute, offload=offload, zero=zero, stages=stages,
-        schedule=schedule,
+        bucket_bytes=bucket_bytes, row_chunks=row_chunks, imbalance=imbalance, recompute=recompute, offload=offload,
+        zero=zero, stages=stages, schedule=schedule,
     )  # fmt: skip
     if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise ShardwiseError(f"seconds is {seconds!r}", fix="seconds for planning, above 0; None: no deadline")

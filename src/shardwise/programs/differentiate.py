@@ -593,9 +593,9 @@ class _StepWriter:
             total = f"{total}:{value}"
         self.forms[total] = form
         self.cotangents[value] = total
-        if into and (last := into[-1]).results == (cotangent,) and getattr(last, "target", None) is aten.mm.default:
-            if first == second:  # the product adds it up
-                into[-1] = replace(last, target=aten.addmm.default, args=(Ref(before), *last.args), results=(total,))
-                return
+        last = into[-1] if into and first == second else None
+        if isinstance(last, Compute) and last.target is aten.mm.default and last.results == (cotangent,):
+            into[-1] = replace(last, target=aten.addmm.default, args=(Ref(before), *last.args), results=(total,))
+            return  # the product adds it up
         args = (Ref(before), Ref(cotangent))
         into.append(Compute(aten.add.Tensor, args, (), (total,), ((),), (form,), (None,), origin))

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardwise.programs.buckets import cuts_windows
 from shardwise.programs.instructions import (
     Arrive,
     Compute,
@@ -30,7 +31,6 @@ from shardwise.programs.instructions import (
     sent_by,
 )
 from shardwise.programs.rank_program import RankProgram
-from shardwise.programs.buckets import cuts_windows
 from shardwise.programs.spmd_steps import OpStep, chunk_of
 
 

@@ -43,7 +43,7 @@ _Node = tuple[str, ShardPosition]  # the rows of a value
 @dataclass(frozen=True)
 class Rows:
     """Rows that are divided. ``place``: where a value has them; ``factors``: operator -> the factor that has them;
-    ``parts``: the parts in which devices have them; ``sent``: the bytes of the values in messages."""
+    ``parts``: the parts in which devices have them; ``sent``: the elements of the values in messages."""
 
     place: Mapping[str, ShardPosition]
     factors: Mapping[str, str]
@@ -86,9 +86,9 @@ class _Operators:
                 if not self._is_parameter(name) and self._differ(name, layout)
             }
             self.made.update(zip(op.results, layouts.results, strict=True))
-        largest = max((graph.by_name[name].num_bytes for names in self.messages.values() for name in names), default=0)
+        largest = max((graph.by_name[name].numel for names in self.messages.values() for name in names), default=0)
         for name, names in self.messages.items():
-            self.messages[name] = {n for n in names if SMALLEST_SHARE * graph.by_name[n].num_bytes >= largest}
+            self.messages[name] = {n for n in names if SMALLEST_SHARE * graph.by_name[n].numel >= largest}
         self.readers: dict[str, set[str]] = {}
         for item in placed:
             for name in item.op.operands:
@@ -146,7 +146,13 @@ class _Operators:
     # -- which rows ----------------------------------------------------------------------------------------------------
 
     def divided(self) -> list[Rows]:
-        """Return the rows that are divided, those first that are in most bytes of messages; no operator twice."""
+        """Return the rows that are divided, no operator twice. Those with products come first, then those whose
+        messages have the most elements (whatever their dtypes: a plan is also bound to the model in float64)."""
+        products = {item.op.name for item in self.placed if item.rule.is_product}
+
+        def rank(rows: Rows) -> tuple[bool, bool, int]:
+            return rows.sent > 0, not products.isdisjoint(rows.factors), rows.sent
+
         joined: DisjointSets[_Node] = DisjointSets()
         for item in self.placed:
             for factor in self.calls[item.op.name]:
@@ -163,7 +169,7 @@ class _Operators:
         while classes:
             found = [(self._rows(nodes, taken), nodes) for nodes in classes]
             classes = [nodes for rows, nodes in found if rows.sent]
-            best = max((rows for rows, _ in found), key=lambda rows: rows.sent)
+            best = max((rows for rows, _ in found), key=rank)
             if not best.sent:
                 break
             chosen.append(best)
@@ -194,7 +200,7 @@ class _Operators:
         able = {name: factor for name, factor in able.items() if self._fits(ops[name], factor, parts)}
         kept = self._useful(able)
         read = {name for op in kept for name in self.messages[op] if name in place and kept[op]}
-        return Rows(place, kept, parts, sum(self.graph.by_name[name].num_bytes for name in read))
+        return Rows(place, kept, parts, sum(self.graph.by_name[name].numel for name in read))
 
     def _fits(self, item: PlacedOp, factor: str, parts: int) -> bool:
         """Return whether every tensor of the operator with the rows can be divided, on every device."""
@@ -352,7 +358,10 @@ class _Writer:
         run, self.run = self.run, []
         chunks = self._in_chunks(run)
         if not any(item.rule.is_product for item in run):
-            self.between = [[*before, Ahead(tuple(chunk)), *chunk] for before, chunk in zip(self.between or [[]] * len(chunks), chunks, strict=True)]
+            self.between = [
+                [*before, Ahead(tuple(chunk)), *chunk]
+                for before, chunk in zip(self.between or [[]] * len(chunks), chunks, strict=True)
+            ]
             return
         current: list[list[PlacedOp | Ahead]] = [[*chunk] for chunk in chunks]
         if self.between:  # chunk i in the middle of the products of chunk i + 1, the last one in those that follow
@@ -478,9 +487,7 @@ class _Writer:
                 Factor(factor, atom.size, "whole" if factor == "c" else "parallel")
                 for factor, atom in zip(of_dim, atoms, strict=True)
             ]
-            choices |= {
-                axis: Split(factor) for factor, atom in zip(of_dim, atoms, strict=True) for axis in atom.axes
-            }
+            choices |= {axis: Split(factor) for factor, atom in zip(of_dim, atoms, strict=True) for axis in atom.axes}
             dims.append(tuple(of_dim))
         for axis, state in divided.states:
             choices[axis] = REPLICATED if state == "R" else PassSum(0)

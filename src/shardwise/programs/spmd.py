@@ -221,9 +221,7 @@ def place_ops(
     return lower_all(graph, rules, strategies, mesh)
 
 
-def insert_conversions(
-    steps: Sequence[PlacedOp | Ahead], graph: Graph, choice: Choice, mesh: Mesh
-) -> SpmdProgram:
+def insert_conversions(steps: Sequence[PlacedOp | Ahead], graph: Graph, choice: Choice, mesh: Mesh) -> SpmdProgram:
     """Return the program without buckets: the operators of a lowered graph, and every conversion by itself. ``steps``:
     the operators in order (``programs.row_chunks``)."""
     stored, delivered = {name: choice.sources[name] for name in graph.source_of}, choice.delivered
