@@ -57,6 +57,7 @@ def plan(
     strategies: Mapping[str, Any] | None = None,
     layouts: Mapping[str, Kept] | None = None,
     bucket_bytes: int | None = None,
+    row_chunks: int | None = None,
     imbalance: float = IMBALANCE,
     recompute: Recompute | Literal["auto"] | None = "auto",
     offload: Offload = "auto",
@@ -116,6 +117,9 @@ def plan(
         bucket_bytes: The largest message, in bytes, that carries several gradients or gathered parameters; 0: one
             message each. Default: 25 MiB, or where layouts are chosen by price, without stages, the size with the
             shortest simulated step that fits. The prefetch depth of gathers is chosen so for a given size, too.
+        row_chunks: The chunks into which rows are divided between operators that mix them, so that the message of one
+            chunk travels beside the products of another. Default: 1, or where layouts are chosen by price, without
+            stages, 2 or 4 if the simulated step is shorter and fits.
         imbalance: Rows that are planned for on the busiest device that owns experts, over the mean of the owners, in
             seconds and bytes. A step may have more: it takes longer, and needs more memory than was planned.
         recompute: What backward recomputes. ``"full"``, ``"cheap"``, ``"gathers"`` or ``"cheap+gathers"``
@@ -155,8 +159,8 @@ def plan(
         module, example_inputs, cluster, kwargs=kwargs, loss=loss, optimizer=optimizer, precision=precision, mode=mode,
         search=search, mesh=mesh, max_mesh_axes=max_mesh_axes, global_batch=global_batch, micro_batch=micro_batch,
         per_micro_batch=per_micro_batch, memory_bytes=memory_bytes, strategies=strategies, layouts=layouts,
-        bucket_bytes=bucket_bytes, imbalance=imbalance, recompute=recompute, offload=offload, zero=zero, stages=stages,
-        schedule=schedule,
+        bucket_bytes=bucket_bytes, row_chunks=row_chunks, imbalance=imbalance, recompute=recompute, offload=offload,
+        zero=zero, stages=stages, schedule=schedule,
     )  # fmt: skip
     if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise ShardwiseError(f"seconds is {seconds!r}", fix="seconds for planning, above 0; None: no deadline")

@@ -69,7 +69,7 @@ def test_one_kernel_multiplies_as_the_loop_and_waits_for_no_host(
     experts, parts, each = CASES[case]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(len(experts) // each, 16, generator=generator).to(dtype).requires_grad_()
-    numbers = global_indices(*parts, torch.device("cpu")).flatten().tolist()
+    numbers = global_indices(*parts, device=torch.device("cpu")).flatten().tolist()
     weight = weight_of(form, len(numbers)).to(dtype).requires_grad_()
     outward = torch.randn(len(experts), 24, generator=generator).to(dtype)
     kernel.clear()

@@ -125,13 +125,13 @@ ROUTINGS: dict[str, Callable[[int], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.sampled(2)
-def test_any_routing_is_exact(routing: str, devices: int) -> None:
+@pytest.mark.parametrize(("devices", "row_chunks"), [(2, 1), (4, 1), (2, 2), (4, 2)])
+@pytest.mark.sampled(3)
+def test_any_routing_is_exact(routing: str, devices: int, row_chunks: int) -> None:
     module, tokens = Routed(), range(32)
     batch = torch.randn(4, 8, 8), torch.tensor([ROUTINGS[routing](token) for token in tokens]).view(4, 8, 2)
-    plan = sw.plan(module, batch, devices, mesh=sw.Mesh(ep=devices))
-    assert len(exchanges(plan)) == 2, plan
+    plan = sw.plan(module, batch, devices, mesh=sw.Mesh(ep=devices), row_chunks=row_chunks)
+    assert len(exchanges(plan)) == 2 * row_chunks, plan
     report = sw.verify(module, batch, plan)
     assert report.is_equal, report
 

@@ -32,6 +32,7 @@ from shardwise.programs.program import localize
 from shardwise.programs.rank_program import RankProgram as StepProgram
 from shardwise.programs.rank_program import delivered_values
 from shardwise.programs.spmd import Lifetimes, SpmdProgram, build_spmd
+from shardwise.programs.spmd_steps import chunk_of
 from shardwise.programs.vjp import VjpCache
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import factor_graph
@@ -112,7 +113,13 @@ def _random_cuts(
 
 
 def random_spmd(
-    program: Program, rng: random.Random, mesh: Mesh, *, by_hand: bool = False, priced: bool = False
+    program: Program,
+    rng: random.Random,
+    mesh: Mesh,
+    *,
+    by_hand: bool = False,
+    priced: bool = False,
+    row_chunks: int = 1,
 ) -> tuple[SpmdProgram, dict[str, Layout]]:
     """The program under random strategies and random storage. ``priced``: between layouts it takes the routes that are
     fastest on a described cluster, instead of those that send the fewest bytes."""
@@ -133,7 +140,8 @@ def random_spmd(
         separate = frozenset(name for name, _ in mesh.axes if rng.random() < 0.5)
         prices = Prices(Links(Cluster.local(mesh.num_devices), mesh))
         router = Router(Axes.of(mesh, separate), prices, factored.atoms)
-    return build_spmd(graph, factored.rules, Choice(strategies, storage, route=router), mesh), storage
+    choice = Choice(strategies, storage, route=router, row_chunks=row_chunks)
+    return build_spmd(graph, factored.rules, choice, mesh), storage
 
 
 def random_lifetimes(spmd: SpmdProgram, rng: random.Random, kept: float) -> Lifetimes:
@@ -149,16 +157,18 @@ def run(
     by_hand: bool = False,
     priced: bool = False,
     kept: float = 1.0,
+    row_chunks: int = 1,
 ) -> Outcome:
     """Run a program under the random choices of ``seed`` (``random_spmd``). ``kept``: the share of operators and
-    conversions whose results are kept for backward; the others are made again."""
+    conversions whose results are kept for backward; the others are made again. ``row_chunks``: chunks of rows."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     mesh = mesh or rng.choice(MESHES)
-    spmd, storage = random_spmd(program, rng, mesh, by_hand=by_hand, priced=priced)
+    spmd, storage = random_spmd(program, rng, mesh, by_hand=by_hand, priced=priced, row_chunks=row_chunks)
     spmd = replace(spmd, lifetimes=random_lifetimes(spmd, rng, kept))
     outcome = Outcome()
     _count_features(spmd, outcome)
+    outcome.features["messages of chunks"] += sum(bool(chunk_of(c.origin)) for c in spmd.conversions)
     cluster = VirtualCluster(mesh)
     held: dict[str, list[Tensor]] = {}
     for name, tensor in program.sources.items():

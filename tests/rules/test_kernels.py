@@ -79,7 +79,7 @@ def pieces(draw: st.DrawFn) -> tuple[Piece, ...]:
 @given(pieces())
 def test_local_and_global_indices_are_inverse(atoms: tuple[Piece, ...]) -> None:
     sizes, offsets, lengths = ([getattr(p, name) for p in atoms] for name in ("size", "offset", "length"))
-    mine = global_indices(sizes, offsets, lengths, torch.device("cpu")).flatten()
+    mine = global_indices(sizes, offsets, lengths, device=torch.device("cpu")).flatten()
     everything = torch.arange(torch.tensor(sizes).prod().item())
     local, held = local_kernels.local_index(everything, sizes, offsets, lengths)
     assert everything[held].tolist() == mine.tolist()

@@ -37,6 +37,7 @@ _PLAIN = (
     "micro_batch",
     "per_micro_batch",
     "bucket_bytes",
+    "row_chunks",
     "imbalance",
     "recompute",
     "offload",
@@ -77,6 +78,7 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     add("--strategy", action="append", metavar="NAME=TEXT", help="of submodules: 'blocks.*.up=n@tp'; repeatable")
     add("--layout", action="append", metavar="NAME=TEXT", help="of an input, parameter or buffer: 'x=[32@dp, 512]'")
     add("--bucket-bytes", type=int, metavar="N", help="size of gradient buckets (by price)")
+    add("--row-chunks", type=int, metavar="N", help="chunks of rows, for messages beside products (by price)")
     add("--imbalance", type=float, metavar="FACTOR", help="rows on the busiest owner of experts over the mean (1.2)")
     policies = Suggestions(("auto", "none", "gathers", "cheap", "cheap+gathers", "full", "all"))
     add("--recompute", choices=policies, metavar="HOW", help="auto, none, gathers, cheap, cheap+gathers or full (auto)")

@@ -72,7 +72,7 @@ def _rows(
     if runs is not None and is_causal(band, num_keys):
         return tuple(causal_rows(runs, num_keys)), (None, None)
     sizes, offsets, lengths = atoms
-    index, tiles, begin = global_indices(sizes, offsets, lengths, query.device).flatten(), [], 0
+    index, tiles, begin = global_indices(sizes, offsets, lengths, device=query.device).flatten(), [], 0
     for first, length in [(0, 0)] if runs is None else runs:
         for start, end in row_ranges(length, band[1] - band[0] + 1):
             least, behind = max(first + start + band[0], 0), min(first + end + band[1], num_keys)

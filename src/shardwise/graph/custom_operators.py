@@ -54,7 +54,7 @@ def _splitmix64_(bits: torch.Tensor) -> torch.Tensor:
 
 
 def global_indices(
-    sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], device: torch.device
+    sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], *, device: torch.device
 ) -> torch.Tensor:
     """Return row-major indices in the tensor of ``sizes`` of the block of ``lengths`` that begins at ``offsets``.
 
@@ -86,11 +86,11 @@ def hash_bits(
     the number of elements by which the block lies behind ``offsets``."""
     key = splitmix64(splitmix64(seed + _GOLDEN) + call) + _GOLDEN + start * _GOLDEN
     if seed.device.type != "cpu" or prod(lengths) <= _PIECE:
-        return _hashed_indices(key, global_indices(sizes, offsets, lengths, seed.device))
+        return _hashed_indices(key, global_indices(sizes, offsets, lengths, device=seed.device))
     bits = torch.empty(tuple(lengths), dtype=torch.int64)
     for begin, stop in _pieces(lengths):
         first = tuple(a + b for a, b in zip(offsets, begin, strict=True))
-        part = global_indices(sizes, first, tuple(b - a for a, b in zip(begin, stop, strict=True)), seed.device)
+        part = global_indices(sizes, first, tuple(b - a for a, b in zip(begin, stop, strict=True)), device=seed.device)
         bits[tuple(map(slice, begin, stop))] = _hashed_indices(key, part)
     return bits
 
@@ -164,7 +164,7 @@ def mask_keys(
     """Return the keys of rows [rows, 2] and of columns [columns] of a block, in int32."""
     split = _first_column_dim(columns, sizes)
     row, column = (
-        global_indices(sizes[part], offsets[part], lengths[part], seed.device).flatten()
+        global_indices(sizes[part], offsets[part], lengths[part], device=seed.device).flatten()
         for part in (slice(split), slice(split, None))
     )
     if first is not None:

@@ -39,7 +39,7 @@ def _sorted_rows(
     """Return the positions of the rows sorted by local expert (None: they are sorted), those of experts elsewhere last,
     and one past the last row of each local expert. Raises IndexError for an expert that there is not."""
     experts = experts.to(torch.int64).contiguous()
-    mine = global_indices(sizes, offsets, lengths, experts.device).flatten()
+    mine = global_indices(sizes, offsets, lengths, device=experts.device).flatten()
     if is_sorted:
         return None, torch.searchsorted(experts, mine, right=True)
     _refuse_unknown(experts, prod(sizes), skips)

@@ -101,7 +101,7 @@ def _head_terms(
     classes; results [parts, ...] in the wide type. ``atoms``: sizes, offsets and lengths of the parts."""
     rows, index = x.reshape(label.numel(), x.shape[-1]), label.flatten()
     sizes, offsets, lengths = atoms
-    starts = global_indices(sizes, offsets, lengths, x.device).flatten() * weight.shape[1]
+    starts = global_indices(sizes, offsets, lengths, device=x.device).flatten() * weight.shape[1]
     inside = (index >= 0) & (index < prod(sizes) * weight.shape[1])
     terms = [
         _BlockTerms.apply(of_part, rows, torch.where(inside, index - start, OUTSIDE), sums)  # type: ignore[no-untyped-call]

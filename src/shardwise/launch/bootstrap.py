@@ -204,8 +204,9 @@ def main(command: list[str]) -> None:
     keeper: Any = None
     if os.environ.pop(KEEPS, ""):
         from shardwise.launch import kept_process
+        from shardwise.runtime.heartbeat_file import PAGE
 
-        keeper = kept_process.KeptProcess(os.environ[kept_process.PAGE])
+        keeper = kept_process.KeptProcess(os.environ[PAGE])
     while (code := _run(command, keeper is not None)) is None:
         try:
             environment = keeper.wait_for_generation()

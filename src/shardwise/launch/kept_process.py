@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import Any, cast
 
 from shardwise.runtime.generation import process_state
 from shardwise.runtime.heartbeat_file import NEXT_FILE, PAGE, HeartbeatFile
@@ -55,7 +55,7 @@ class KeptProcess:
             self._at_exit.append(function)
             return register(function, *args, **kwargs)
 
-        atexit.register = noted  # the interpreter does not list what it has
+        atexit.register = cast(Any, noted)  # the interpreter does not list what it has
 
     def wait_for_generation(self) -> dict[str, str]:
         """Leave the generation that has ended, wait for the launcher, and return the environment of the next one."""

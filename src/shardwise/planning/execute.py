@@ -265,7 +265,7 @@ class Planning:
             (), request.search.mode, self.search, request.training.optimizer, request.module.training,
             self.config.bucket_bytes, precision=self.call.precision, constants=constants,
             per_micro_batch=self.call.per_micro_batch,
-            imbalance=float(request.parallel.imbalance),
+            imbalance=float(request.parallel.imbalance), row_chunks=request.parallel.row_chunks or 1,
         )  # fmt: skip
 
     @cached_property
@@ -280,6 +280,7 @@ class Planning:
             self.search, self.request.training.optimizer, 1, self.request.search.memory_bytes, bucket_bytes,
             message_sizes, layouts=parallel.layouts or {}, zero=parallel.zero_config, known=self.known,
             imbalance=float(parallel.imbalance),
+            row_chunks=parallel.row_chunks or (1 if message_sizes is None else None),
         )  # fmt: skip
 
     @cached_property
@@ -381,6 +382,7 @@ class Planning:
         plan = replace(
             self.template, stages=(stage,), pricing=pricing, predicted=self._predicted(planned),
             micro_batches=settings.passes, bucket_bytes=planned.bucket_bytes, prefetch=planned.spmd.lifetimes.prefetch,
+            row_chunks=planned.choice.row_chunks,
         )  # fmt: skip
         if searched is None or planned.ranking is None:
             return PlanningResult(plan)

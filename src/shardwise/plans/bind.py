@@ -26,6 +26,7 @@ from shardwise.programs.buckets import Bucket
 from shardwise.programs.builder import Choice, fewest_bytes
 from shardwise.programs.grad_accum_program import converted_once
 from shardwise.programs.lower import lowered_operators
+from shardwise.programs.row_chunks import in_chunks
 from shardwise.programs.spmd import (
     Lifetimes,
     SpmdProgram,
@@ -107,8 +108,9 @@ def program_of_choice(
     """Return the program of a choice that ``bind`` returned. Raises as ``program_of`` does."""
     stage, is_planned = plan.only_stage, is_planned_for(plan, graph, training)
     placed, lowered = place_ops(graph, factored.rules, choice.strategies, stage.mesh)
+    steps, lowered, choice = in_chunks(placed, lowered, choice, stage.mesh)
     route = ListedPaths.of(stage, lowered, sizes_match=is_planned)
-    spmd = insert_conversions(placed, lowered, replace(choice, route=route), stage.mesh)
+    spmd = insert_conversions(steps, lowered, replace(choice, route=route), stage.mesh)
     if is_planned and stage.conversions is not None:
         entries = [entry for entry in stage.conversions if entry.source.startswith(f"{format_dtype(E4M3)}[")]
         rounded = {_entry_key(entry, stage.mesh) for entry in entries}
@@ -268,7 +270,7 @@ def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: boo
     choice = choose(graph, factored, plan.mesh, "auto", fixed, storage=storage)
     cuts = {name: parse_cuts(plan.strategies[name]) for name in fixed if parse_cuts(plan.strategies[name])}
     choice = _stored_as_planned(with_cuts(choice, cuts, graph, factored.rules, plan.mesh), plan, graph)
-    return factored, replace(choice, shared=_shared(plan, graph))
+    return factored, replace(choice, shared=_shared(plan, graph), row_chunks=plan.row_chunks)
 
 
 def _unread(plan: Plan, graph: Graph) -> dict[str, tuple[tuple[int, ...], ...]]:

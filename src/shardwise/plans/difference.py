@@ -54,7 +54,10 @@ def _changed(before: dict[str, str], after: dict[str, str]) -> tuple[tuple[str, 
 
 def _settings(plan: PlanData) -> dict[str, str]:
     settings = {"mesh": ", ".join(str(stage.mesh) for stage in plan.stages)}
-    settings |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes", "prefetch")}
+    settings |= {
+        name: str(getattr(plan, name))
+        for name in ("mode", "search", "optimizer", "bucket_bytes", "prefetch", "row_chunks")
+    }
     settings["precision"] = format_precision(plan.precision)
     settings["micro_batches"] = str(plan.micro_batches)
     if plan.terms:

@@ -42,7 +42,7 @@ _MOST_NAME = 2**10
 _MOST_DIMS = 64
 _MOST_STAGES = 2**10
 _MOST_PASSES = 2**20
-_MOST_PREFETCHED = 2**10
+_MOST_AT_ONCE = 2**10
 _LINES = "pricing.cluster"  # the only text of several lines
 _NAMES: dict[type, str] = {
     str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object",
@@ -50,6 +50,7 @@ _NAMES: dict[type, str] = {
 _SETTINGS: dict[str, type] = {"mode": str, "search": str, "optimizer": str, "training": bool, "bucket_bytes": int}
 _OTHERS = (
     "prefetch",
+    "row_chunks",
     "micro_batches",
     "imbalance",
     "constants",
@@ -171,7 +172,8 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         "stages": tuple(read),
         **{key: _field(body, key, kind, key) for key, kind in _SETTINGS.items()},
         "micro_batches": _count(body, "micro_batches", _MOST_PASSES),
-        "prefetch": _count(body, "prefetch", _MOST_PREFETCHED),
+        "prefetch": _count(body, "prefetch", _MOST_AT_ONCE),
+        "row_chunks": _count(body, "row_chunks", _MOST_AT_ONCE),
         "constants": _lines(body, "constants"),
         "per_micro_batch": _terms(body),
         "imbalance": _imbalance(body),

@@ -50,6 +50,7 @@ class PlanData:
     imbalance: float = IMBALANCE
     per_micro_batch: tuple[str, ...] = ()
     prefetch: int = 1
+    row_chunks: int = 1
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, PlanData) else NotImplemented
@@ -207,6 +208,7 @@ class PlanData:
             "training": self.training,
             "bucket_bytes": self.bucket_bytes,
             **({"prefetch": self.prefetch} if self.prefetch > 1 else {}),
+            **({"row_chunks": self.row_chunks} if self.row_chunks > 1 else {}),
             **({"micro_batches": self.micro_batches} if self.micro_batches > 1 else {}),
             **({"schedule": self.schedule} if self.schedule else {}),
             **({"order": [*self.order]} if self.order else {}),

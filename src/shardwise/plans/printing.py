@@ -58,6 +58,10 @@ def format_plan(plan: PlanData) -> str:
         f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
         *([f"  a step is {plan.micro_batches} passes over {plan.micro_batch} samples"] * (plan.micro_batches > 1)),
+        *(
+            [f"  rows in {plan.row_chunks} chunks: a chunk's messages travel beside others' products"]
+            * (plan.row_chunks > 1)
+        ),
         *_terms(plan),
         f"  communication per {'step' if plan.micro_batches == 1 else 'pass'} and device:",
         *(f"    {direction:9} {text}" for direction, text in format_communication(plan).items()),

@@ -49,6 +49,7 @@ class ParallelConfig:
     recompute: Recompute | Literal["auto"] | None = "auto"
     offload: Offload = "auto"
     bucket_bytes: int | None = None
+    row_chunks: int | None = None
     imbalance: float = IMBALANCE
 
     def __post_init__(self) -> None:
@@ -65,6 +66,9 @@ class ParallelConfig:
             raise ShardwiseError(
                 f"bucket_bytes is {size!r}", fix="a whole number of bytes; 0: no buckets; None: chosen by price"
             )
+        chunks = self.row_chunks
+        if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or not 0 < chunks <= 1024):
+            raise ShardwiseError(f"row_chunks is {chunks!r}", fix="1 (whole rows) to 1024; None: chosen by price")
         if not isinstance(self.mesh, Mesh | None):
             fix = "sw.Mesh(dp=2, tp=4), or sw.Mesh({'dp': 2, 'tp': 4})"
             raise ShardwiseError(f"mesh is {self.mesh!r}", fix=fix)

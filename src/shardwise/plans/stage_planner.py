@@ -260,6 +260,7 @@ class StagePlanner:
             {value_of[name]: layout for name, layout in choice.shared.items()},
             {value_of[name]: layout for name, layout in choice.delivered.items()},
             route,
+            choice.row_chunks,
         )
         original = chosen.memory_policy.segments
         segments = (replace(s, operators=frozenset(op_of[name] for name in s.operators)) for s in original)

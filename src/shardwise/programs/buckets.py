@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from shardwise.graph.ir import Value, needed_for
 from shardwise.graph.segments import block_of
 from shardwise.layouts.conversions import Collective
-from shardwise.programs.spmd_steps import Conversion, OpStep, collectives_of
+from shardwise.programs.spmd_steps import Conversion, OpStep, chunk_of, collectives_of
 
 # PyTorch's DistributedDataParallel fills buckets of 25 MiB, but the first one to be sent only up to 1 MiB, so that
 # sending starts early (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3 and the default of bucket_cap_mb).
@@ -83,7 +83,9 @@ def fill_buckets(
         value = value_of(conversion.origin)
         part = parts.get(conversion.result) if by_block and conversion.value in sources else None
         use = conversion.value in sources, conversion.result in trained
-        return moves, forward, backward, value.dtype, bool(conversion.scale), value.reduced, gradient, use, part
+        chunk = chunk_of(conversion.origin)  # one chunk's message travels beside another's products
+        scaled = bool(conversion.scale)
+        return moves, forward, backward, value.dtype, scaled, value.reduced, gradient, use, part, chunk
 
     members: dict[int, list[int]] = {}  # position of a bucket's first conversion -> positions of all
     open_buckets: dict[object, tuple[list[int], int, bool]] = {}  # by kind; the flag: not the first bucket

@@ -30,7 +30,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.programs.lower import PlacedOp
-from shardwise.programs.spmd_steps import Conversion, OpStep
+from shardwise.programs.spmd_steps import Conversion, OpStep, chunk_of
 from shardwise.rules.keyed_rows import KeyedRows
 from shardwise.rules.rule import Factor, LocalContext, LocalOpCall, OpRule
 
@@ -43,13 +43,15 @@ class Choice:
     """The choices that determine a program: a strategy per operator, and per source the layout in which it is stored or
     passed. ``shared``: values that are first converted to one layout, from which all consumers convert them;
     ``delivered``: outputs that are delivered in a given layout, not whole (of a part of a cut graph those that it
-    sends); ``route``: the moves between two layouts of a value (default: those that send the fewest bytes)."""
+    sends); ``route``: the moves between two layouts of a value (default: those that send the fewest bytes);
+    ``row_chunks``: the chunks of rows whose messages travel beside products (``programs.row_chunks``)."""
 
     strategies: Mapping[str, Strategy]
     sources: Mapping[str, Layout]
     shared: Mapping[str, Layout] = field(default_factory=dict)
     delivered: Mapping[str, Layout] = field(default_factory=dict)
     route: Route | None = None
+    row_chunks: int = 1
 
 
 class Builder:
@@ -64,13 +66,23 @@ class Builder:
         self._results: dict[tuple[str, Layout, str], str] = {}
         self._count: Counter[str] = Counter()
 
-    def add(self, placed: PlacedOp) -> None:
+    def convert_ahead(self, placed: PlacedOp) -> None:
+        """Convert what an operator will read of chunks of rows, as far as that is there (``programs.row_chunks``)."""
+        self._converted_operands(placed, lambda name: bool(chunk_of(name)) and name in self.layouts)
+        self.keyed.current = None
+
+    def _converted_operands(self, placed: PlacedOp, is_wanted: Callable[[str], bool]) -> tuple[str, ...]:
         applied = apply_strategy(placed.rule, placed.strategy, self.mesh)
         self.keyed.current = placed.rule.keyed if BY_KEY in placed.strategy.choice_of.values() else None
-        names = tuple(
+        return tuple(
             value if self._is_scale_of(placed.op, value, layout) else self.convert(value, layout, placed.op.name)
             for value, layout in zip(placed.op.operands, applied.operands, strict=True)
+            if is_wanted(value)
         )
+
+    def add(self, placed: PlacedOp) -> None:
+        applied = apply_strategy(placed.rule, placed.strategy, self.mesh)
+        names = self._converted_operands(placed, lambda name: True)
         layouts = tuple(self.layouts[name] for name in names)
         if self.keyed.current and placed.op.target is grouped_mm._opoverload:  # they arrive sorted by key
             placed = replace(placed, op=replace(placed.op, args=(*placed.op.args[:6], False, True)))

@@ -36,7 +36,7 @@ from shardwise.programs.keyed_rows import CountRows, ReadCounts
 from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.moves import converted_form
 from shardwise.programs.opaque import Differentiate, Record
-from shardwise.programs.overlap_rows import with_rows_beside_products
+from shardwise.programs.overlap_messages import with_chunks_beside_products, with_rows_beside_products
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.rank_program import RankProgram, delivered_values, mark_overwrites, with_saved
 from shardwise.programs.spmd import backward_order
@@ -95,8 +95,8 @@ def finished(program: RankProgram) -> RankProgram:
 
 
 def finish_exchanges(program: RankProgram) -> RankProgram:
-    """Send rows that follow keys beside products, and mark what exchanges may overwrite."""
-    return mark_overwrites(with_rows_beside_products(program))
+    """Send rows beside products, and mark what exchanges may overwrite."""
+    return mark_overwrites(with_chunks_beside_products(with_rows_beside_products(program)))
 
 
 @dataclass(eq=False)
@@ -614,5 +614,9 @@ class _StepWriter:
             total = f"{total}:{value}"
         self.forms[total] = form
         self.cotangents[value] = total
+        last = into[-1] if into and first == second else None
+        if isinstance(last, Compute) and last.target is aten.mm.default and last.results == (cotangent,):
+            into[-1] = replace(last, target=aten.addmm.default, args=(Ref(before), *last.args), results=(total,))
+            return  # the product adds it up
         args = (Ref(before), Ref(cotangent))
         into.append(Compute(aten.add.Tensor, args, (), (total,), ((),), (form,), (None,), origin))

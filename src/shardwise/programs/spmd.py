@@ -24,6 +24,7 @@ from shardwise.programs.builder import Builder, Choice
 from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
 from shardwise.programs.float8_gathers import Float8Gathers, weight_scales
 from shardwise.programs.lower import PlacedOp, lower_all
+from shardwise.programs.row_chunks import Ahead, in_chunks
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.rules.rule import OpRule
 
@@ -217,8 +218,8 @@ def build_spmd(
     """Build the program of all ranks for a choice. ``rules``: the divided rules; ``bucket_bytes``: the largest message
     that several parameters share (0: none is shared); ``by_block``: only parameters of one repeated block of the model
     share messages. Raises LayoutError as ``place_ops`` does."""
-    placed, lowered = place_ops(graph, rules, choice.strategies, mesh)
-    spmd = gather_in_float8(insert_conversions(placed, lowered, choice, mesh))
+    steps, lowered, choice = in_chunks(*place_ops(graph, rules, choice.strategies, mesh), choice, mesh)
+    spmd = gather_in_float8(insert_conversions(steps, lowered, choice, mesh))
     return fill(spmd, bucket_bytes, by_block=by_block)
 
 
@@ -235,12 +236,17 @@ def place_ops(
     return lower_all(graph, rules, strategies, mesh)
 
 
-def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice, mesh: Mesh) -> SpmdProgram:
-    """Return the program without buckets: the operators of a lowered graph, and every conversion by itself."""
+def insert_conversions(steps: Sequence[PlacedOp | Ahead], graph: Graph, choice: Choice, mesh: Mesh) -> SpmdProgram:
+    """Return the program without buckets: the operators of a lowered graph, and every conversion by itself. ``steps``:
+    the operators in order (``programs.row_chunks``)."""
     stored, delivered = {name: choice.sources[name] for name in graph.source_of}, choice.delivered
     builder = Builder(graph, mesh, replace(choice, sources=stored))
-    for item in placed:
-        builder.add(item)
+    for step in steps:
+        if isinstance(step, Ahead):
+            for item in step.operators:
+                builder.convert_ahead(item)
+        else:
+            builder.add(step)
 
     def whole(value: str) -> str:
         return builder.convert(value, Layout.whole(mesh, graph.by_name[value].shape), "")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -14,6 +15,14 @@ from shardwise.layouts.conversions import Collective, Move, collective_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.redistribute import redistribute
 from shardwise.programs.lower import PlacedOp
+
+_CHUNK = re.compile(r"\./chunk(\d+\.\d+)")
+
+
+def chunk_of(name: str) -> str:
+    """Return the chunk of rows that a value belongs to (``programs.row_chunks``); empty if it belongs to none."""
+    found = _CHUNK.search(name)
+    return found.group(1) if found else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def _localize(op: Op, context: LocalContext) -> LocalOpCall:
         sizes, offsets, lengths = pieces
         return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths)
     if op.target is ATTENTION_WITHIN:
-        index = global_indices(*pieces, torch.device("cpu")).flatten()
+        index = global_indices(*pieces, device=torch.device("cpu")).flatten()
         rows, firsts, ends = blocks_at(index, args["rows"], args["firsts"], args["ends"])
         return replace_arguments(op, rows=rows, firsts=firsts, ends=ends)
     return _rows(same_call(op), *pieces) if args["is_causal"] else same_call(op)
@@ -196,7 +196,7 @@ def _ring_step(op: Op, graph: Graph) -> OpRule:
 
 def _of_blocks(op: Op, context: LocalContext) -> LocalOpCall:
     """Which keys a block of queries sees depends on which block it is."""
-    index = global_indices(*flat_pieces(context.pieces["n"]), torch.device("cpu")).flatten()
+    index = global_indices(*flat_pieces(context.pieces["n"]), device=torch.device("cpu")).flatten()
     return replace_arguments(op, blocks=tuple(index.tolist()))
 
 

@@ -54,7 +54,7 @@ def _attention_rows(
         return attend(query, key, value, attn_mask, is_causal, enable_gqa, scale)
     runs = runs_of(*atoms)
     if runs is None:
-        rows = global_indices(*atoms, query.device).flatten()
+        rows = global_indices(*atoms, device=query.device).flatten()
         seen = torch.arange(key.shape[-2], device=query.device) <= rows.unsqueeze(-1)
         return attend(query, key, value, seen, False, enable_gqa, scale)
     if [first for first, _ in runs] == [0]:

@@ -210,26 +210,26 @@ def _index_put_rows(
 def _one_hot_classes(index: Tensor, *atoms: Sequence[int]) -> Tensor:
     # gather raises for a class outside, as one_hot does: without a wait on GPUs, and also when compiled
     classes = torch.arange(prod(atoms[0]), device=index.device).gather(0, index.flatten()).reshape(index.shape)
-    return (classes.unsqueeze(-1) == global_indices(*atoms, index.device).flatten()).to(torch.int64)
+    return (classes.unsqueeze(-1) == global_indices(*atoms, device=index.device).flatten()).to(torch.int64)
 
 
 def _triangle(x: Tensor, diagonal: int, upper: bool, *atoms: Sequence[int]) -> Tensor:
     """tril or triu of the shard whose last two dims hold the given rows and columns."""
-    rows = global_indices(*atoms[:3], x.device).flatten().unsqueeze(-1)
-    columns = global_indices(*atoms[3:], x.device).flatten()
+    rows = global_indices(*atoms[:3], device=x.device).flatten().unsqueeze(-1)
+    columns = global_indices(*atoms[3:], device=x.device).flatten()
     dropped = columns - rows < diagonal if upper else columns - rows > diagonal
     return x.masked_fill(dropped, 0)  # (where would turn booleans into integers)
 
 
 def _eye_block(*args: Any) -> Tensor:
     *atoms, dtype, device = args
-    rows, columns = (global_indices(*atoms[i : i + 3], device).flatten() for i in (0, 3))
+    rows, columns = (global_indices(*atoms[i : i + 3], device=device).flatten() for i in (0, 3))
     return (rows.unsqueeze(-1) == columns).to(dtype)
 
 
 def _range_block(start: float, step: float, *args: Any) -> Tensor:
     *atoms, dtype, device = args
-    index = global_indices(*atoms, device).flatten()
+    index = global_indices(*atoms, device=device).flatten()
     if dtype.is_floating_point:
         return (index.to(torch.float64) * step + start).to(dtype)
     return (index * int(step) + int(start)).to(dtype)
@@ -238,15 +238,15 @@ def _range_block(start: float, step: float, *args: Any) -> Tensor:
 def _linspace_block(start: float, end: float, steps: int, *args: Any) -> Tensor:
     *atoms, dtype, device = args
     whole = torch.linspace(start, end, steps, dtype=dtype, device=device)
-    return whole[global_indices(*atoms, device).flatten()]
+    return whole[global_indices(*atoms, device=device).flatten()]
 
 
 def _cumulated(x: Tensor, dim: int, dtype: torch.dtype, *atoms: Sequence[int]) -> Tensor:
     """Return what the addends (the last atoms) contribute to the rows (the first) of a cumulative sum."""
     total = torch.cumsum(x, dim, dtype=dtype)
     total = torch.cat([total.new_zeros([1 if i == dim else n for i, n in enumerate(total.shape)]), total], dim)
-    addends = global_indices(*atoms[3:], x.device).flatten()
-    rows = global_indices(*atoms[:3], x.device).flatten()
+    addends = global_indices(*atoms[3:], device=x.device).flatten()
+    rows = global_indices(*atoms[:3], device=x.device).flatten()
     return torch.index_select(total, dim, torch.searchsorted(addends, rows, right=True))
 
 

@@ -51,10 +51,11 @@ MAX_CAP_PROGRAMS = 3
 MAX_LIMIT_RETRIES = 3
 MAX_LIMIT_HALVINGS = 3
 
-# Bytes of full messages, and prefetch depths, that are tried beside the usual ones; the share of a step that another
-# has to save.
+# Bytes of full messages, prefetch depths and chunks of rows that are tried beside the usual ones; the share of a step
+# that another has to save.
 BUCKET_SIZES = (8 * 2**20, 100 * 2**20, 500 * 2**20, 2**31)
 PREFETCH_DEPTHS = (2, 4)
+ROW_CHUNKS = (2, 4)
 BUCKET_GAIN = 0.005
 
 # -- prices --------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ from shardwise.search.constants import (
     MAX_OPERATORS_FOR_GREEDY,
     MAX_SIMULATED_OPERATORS,
     PREFETCH_DEPTHS,
+    ROW_CHUNKS,
 )
 from shardwise.search.cost_graph import CostGraph
 from shardwise.search.cost_tables import Tables
@@ -329,7 +330,7 @@ class Planner:
         are estimated, unless the ``whole`` program is asked for."""
         memory_policy, mesh = self.settings.memory_policy, candidate.search.mesh
         is_folded = self.folded is not None and not whole
-        size, assignment = (self.settings.bucket_bytes, self.settings.prefetch), tuple(candidate.assignment)
+        size, assignment = self._messages, tuple(candidate.assignment)
         key = memory_policy.key, size, mesh, assignment, simulated, is_folded
         built = self.graph_cache.get("programs", key, lambda: self._build(candidate, simulated=simulated, whole=whole))
         return replace(built, candidate=candidate)
@@ -346,7 +347,7 @@ class Planner:
             by_block, assignment = memory_policy.reshard_mode == "again", tuple(candidate.assignment)
             stored = self.graph_cache.get(
                 "stored programs",
-                (search.mesh, assignment, settings.bucket_bytes, settings.prefetch, by_block, names),
+                (search.mesh, assignment, self._messages, by_block, names),
                 lambda: build_stored_program(graph, rules, choice, search.mesh, of_short, self.cache.vjp_cache),
             )
             return simulate_program(stored.with_lifetimes(graph, of_short).busiest, prices)
@@ -354,7 +355,7 @@ class Planner:
         def short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
             if self.annotations or settings.layouts:  # which have names
                 return simulate_short(graph, memory_policy)
-            rest = prices, (settings.bucket_bytes, settings.prefetch), settings.zero
+            rest = prices, self._messages, settings.zero
             simulate = partial(simulate_short, graph, memory_policy)
             return shared_step(self.cache, graph, self.factored, choice, memory_policy, rest, simulate)
 
@@ -371,6 +372,11 @@ class Planner:
         return SimulatedCandidate(
             candidate, choice, spmd, memory.peak, step, others, memory.kept_bytes, called, num_roles
         )
+
+    @property
+    def _messages(self) -> tuple[int, int, int]:
+        """Return the settings of messages on which a program depends."""
+        return self.settings.bucket_bytes, self.settings.prefetch, self.settings.row_chunks or 1
 
     def _choice(self, search: MeshSearch, assignment: list[int]) -> Choice:
         return self.graph_cache.get("choices", (search.mesh, tuple(assignment)), lambda: search.choice(assignment))
@@ -435,13 +441,15 @@ class Planner:
 
     def planned(self, ranking: CandidateRanking) -> StagePlan:
         """Return the plan of a ranking's best candidate; its program is built if it was only estimated. Its messages
-        get the size that is predicted to be the fastest, where the settings leave that free."""
-        sized = self._sized(ranking.best)
-        if sized is not self:
-            other = sized._whole(sized._built(ranking.best.candidate))
+        get the size, and its rows the chunks, that are predicted to be the fastest, where the settings leave that
+        free."""
+        varied = self._sized(ranking.best)
+        varied = self._in_chunks(ranking.best) if varied is self else varied
+        if varied is not self:
+            other = varied._whole(varied._built(ranking.best.candidate))
             is_sure = FOLDED_STEP_ERROR * _seconds(other) < _seconds(ranking.best)
             if other.num_bytes <= self.limit and (is_sure or _seconds(other) < _seconds(self._whole(ranking.best))):
-                return sized.planned(replace(ranking, best=other))
+                return varied.planned(replace(ranking, best=other))
         best = self._whole(ranking.best)
         ranking = replace(ranking, best=best)
         assert best.spmd is not None, "a whole program was built"
@@ -496,6 +504,16 @@ class Planner:
             return self
         near = [one for one, (_, found) in tried.items() if found <= fastest * (1 + BUCKET_GAIN) and one[0] == size]
         return tried[min(near, key=lambda one: one[1])][0]
+
+    def _in_chunks(self, best: SimulatedCandidate) -> Planner:
+        """Return the planner with the chunks of rows that make a candidate's step clearly the shortest, of those that
+        fit. They are tried where the step waits for messages."""
+        step = best.step
+        if self.settings.row_chunks is not None or step is None or step.exposed <= BUCKET_GAIN * step.seconds:
+            return self
+        tried = [self._varied(best.candidate, row_chunks=count) for count in ROW_CHUNKS]
+        planner, fastest = min(tried, key=lambda one: one[1])
+        return planner if fastest < (1 - BUCKET_GAIN) * step.seconds else self
 
     def _varied(self, candidate: Candidate, **settings: Any) -> tuple[Planner, float]:
         """Return the planner with other settings of messages, and the seconds of a candidate's step with them; infinite

@@ -38,14 +38,15 @@ class SearchConfig:
     """The settings of a search. ``search``: one of ``search.auto``; ``passes``: micro-batches of a step;
     ``memory_bytes``: the limit for the tensors of a device (None: what the cluster's devices have beside their
     reserve); ``bucket_bytes``: the largest message that several parameters share; ``message_sizes``: others that the
-    plan that is taken may have by price, with another ``prefetch`` depth of gathers (None: it keeps both); ``layouts``:
-    those in which the user keeps tensors; ``zero``: whether parameters are stored in parts wherever they would be
-    copied; ``in_flight``: micro-batches whose values a device keeps for backward at once; ``turns``: the stages of a
-    pipeline rank, which take turns, so that transient bytes are there once; ``taken``: the layouts in which the next
-    stage takes values, device by device; ``known``: seconds of the step of an existing plan (a search for a better one
-    ends where prices are clearly above it); ``together``: the equal stages of a pipeline rank, whose micro-batches all
-    run one after the other in a step; ``imbalance``: the rows that are planned for on the busiest owner of experts,
-    over the mean."""
+    plan that is taken may have by price, with another ``prefetch`` depth of gathers (None: it keeps both);
+    ``row_chunks``: the chunks of rows (``programs.row_chunks``), None: one, or more by price; ``layouts``: those in
+    which the user keeps tensors; ``zero``: whether parameters are stored in parts wherever they would be copied;
+    ``in_flight``: micro-batches whose values a device keeps for backward at once; ``turns``: the stages of a pipeline
+    rank, which take turns, so that transient bytes are there once; ``taken``: the layouts in which the next stage takes
+    values, device by device; ``known``: seconds of the step of an existing plan (a search for a better one ends where
+    prices are clearly above it); ``together``: the equal stages of a pipeline rank, whose micro-batches all run one
+    after the other in a step; ``imbalance``: the rows that are planned for on the busiest owner of experts, over the
+    mean."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
@@ -54,6 +55,7 @@ class SearchConfig:
     bucket_bytes: int = BUCKET_BYTES
     message_sizes: tuple[int, ...] | None = None
     prefetch: int = 1
+    row_chunks: int | None = 1
     layouts: Mapping[str, Kept] = field(default_factory=dict)
     memory_policy: MemoryPolicy = field(default_factory=MemoryPolicy)
     zero: Zero | None = None
@@ -127,6 +129,7 @@ def build_stored_program(
     """Return a choice's program before lifetimes. Of the policy it depends only on whether parameters are gathered
     again."""
     by_block = settings.memory_policy.reshard_mode == "again"
+    choice = replace(choice, row_chunks=settings.row_chunks or 1)
     if settings.zero is not None:
         choice = reduce_at_parameter(choice, graph, rules, mesh)
     spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)

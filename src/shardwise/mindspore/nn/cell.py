@@ -176,7 +176,8 @@ class Cell(nn.Module):
         return self
 
     add_flags_recursive = set_jit_config = set_boost = set_broadcast_flag = set_acc = flatten_weights = add_flags
-    update_cell_type = set_param_ps = offload = set_grad = set_comm_fusion = compile = add_flags
+    update_cell_type = set_param_ps = offload = set_grad = set_comm_fusion = add_flags
+    compile = add_flags  # type: ignore[assignment]
     phase, param_prefix = "train", ""  # kept for programs that read them
     cls_name = property(lambda self: type(self).__name__)
 

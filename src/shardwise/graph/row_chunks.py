@@ -1,0 +1,33 @@
+"""``shardwise::split_rows`` and ``shardwise::join_rows``: a tensor in chunks of its rows, and the tensor of its chunks.
+
+The rows of a dim are in ``blocks``, such as one per device that has a part of them. Chunk i has the i-th part of every
+block, so that a device finds its part of every chunk in its own block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
+_LIBRARY.define("split_rows(Tensor x, int dim, int blocks, int chunks) -> Tensor[]")
+_LIBRARY.define("join_rows(Tensor[] chunks, int dim, int blocks) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "split_rows", "CompositeImplicitAutograd")
+def _split_rows(x: torch.Tensor, dim: int, blocks: int, chunks: int) -> list[torch.Tensor]:
+    rows = x.shape[dim] // max(blocks * chunks, 1)
+    parts = x.unflatten(dim, (blocks, chunks, rows)).unbind(dim + 1)
+    return [part.flatten(dim, dim + 1).contiguous() for part in parts]
+
+
+@torch.library.impl(_LIBRARY, "join_rows", "CompositeImplicitAutograd")
+def _join_rows(chunks: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
+    if blocks == 1:
+        return torch.cat(list(chunks), dim)
+    rows = chunks[0].shape[dim] // max(blocks, 1)
+    return torch.stack([chunk.unflatten(dim, (blocks, rows)) for chunk in chunks], dim + 1).flatten(dim, dim + 2)
+
+
+SPLIT_ROWS, JOIN_ROWS = torch.ops.shardwise.split_rows.default, torch.ops.shardwise.join_rows.default
