@@ -32,6 +32,7 @@ CORE: dict[str, Case] = {
     "gpt2, tp": Case("gpt2", {"dp": 1, "tp": 2}, split=True),
     "llama, zero 3": Case("llama", {"dp": 2}, {"zero": 3}),
     "gpt2, offload": Case("gpt2", {"dp": 1, "tp": 2}, {"offload": "all"}, split=True),
+    "llama, rows in chunks": Case("llama", {"dp": 1, "tp": 2}, {"row_chunks": 2}, split=True),
     "gpt2, 1F1B": staged("gpt2", "1F1B", 2, {"dp": 1}),
 }
 MICRO_BATCHES = {"global_batch": BATCH, "micro_batch": 2}
@@ -54,6 +55,9 @@ BY_ROUTER = {"event": 2, "aten::repeat_interleave.Tensor": 2, READ: 12}
 ON_FOUR: dict[str, Case] = {
     "llama, tp, zero 3": Case("llama", {"dp": 2, "tp": 2}, {"zero": 3}, split=True),
     "mixtral, exchanged experts": Case("mixtral", {"dp": 2, "ep": 2}, {"strategies": EXPERTS}, waits=BY_ROUTER),
+    "mixtral, experts in chunks": Case(
+        "mixtral", {"dp": 2, "ep": 2}, {"strategies": EXPERTS, "row_chunks": 2}, waits=BY_ROUTER
+    ),
     "ring": Case("ring", {"dp": 2, "cp": 2}, {"search": "sharding_propagation"}),
     "llama, compiled": Case("llama", {"dp": 2, "tp": 2}, {"zero": 3}, {"compile": True}, split=True),
 }

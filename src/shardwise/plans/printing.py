@@ -36,6 +36,7 @@ from shardwise.plans.quantities import (
     format_seconds,
     format_seconds_interval,
 )
+from shardwise.programs.spmd_steps import chunk_of
 from shardwise.programs.state_groups import is_offloaded
 from shardwise.untrusted_text import shorten_repr
 
@@ -58,10 +59,7 @@ def format_plan(plan: PlanData) -> str:
         f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
         *([f"  a step is {plan.micro_batches} passes over {plan.micro_batch} samples"] * (plan.micro_batches > 1)),
-        *(
-            [f"  rows in {plan.row_chunks} chunks: a chunk's messages travel beside others' products"]
-            * (plan.row_chunks > 1)
-        ),
+        *([f"  {_chunks(plan)}"] * (plan.row_chunks > 1)),
         *_terms(plan),
         f"  communication per {'step' if plan.micro_batches == 1 else 'pass'} and device:",
         *(f"    {direction:9} {text}" for direction, text in format_communication(plan).items()),
@@ -81,6 +79,12 @@ def format_plan(plan: PlanData) -> str:
             lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranges(stage.placement.ranks)}")
         lines += _stage(stage)
     return "\n".join(lines)
+
+
+def _chunks(plan: PlanData) -> str:
+    if any(chunk_of(conversion.value) for conversion in plan.conversions):
+        return f"rows in {plan.row_chunks} chunks: a chunk's messages travel beside others' products"
+    return f"row_chunks={plan.row_chunks} divides nothing: no rows between products and messages can be divided so"
 
 
 def _terms(plan: PlanData) -> list[str]:

@@ -614,8 +614,15 @@ class _StepWriter:
             total = f"{total}:{value}"
         self.forms[total] = form
         self.cotangents[value] = total
-        last = into[-1] if into and first == second else None
-        if isinstance(last, Compute) and last.target is aten.mm.default and last.results == (cotangent,):
+        # A cotangent that another value has too, or that an operator without kernels hands on, keeps its name.
+        is_only = first == second and cotangent not in self.cotangents.values()
+        last = into[-1] if into and is_only else None
+        if (
+            isinstance(last, Compute)
+            and last.target is aten.mm.default
+            and last.results == (cotangent,)
+            and last.origin.op == origin.op
+        ):
             into[-1] = replace(last, target=aten.addmm.default, args=(Ref(before), *last.args), results=(total,))
             return  # the product adds it up
         args = (Ref(before), Ref(cotangent))

@@ -120,8 +120,8 @@ class _Operators:
             if rule.localize is None:
                 calls[factor.name] = LocalOpCall(op.target, op.args, op.kwargs)
                 continue
-            first, last = (rule.localize(op, self._context(item, factor, i)) for i in (0, self.chunks - 1))
-            if first == last:
+            first, *others = (rule.localize(op, self._context(item, factor, i)) for i in range(self.chunks))
+            if all(call == first for call in others):
                 calls[factor.name] = first
         return calls
 

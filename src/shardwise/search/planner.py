@@ -443,9 +443,10 @@ class Planner:
         """Return the plan of a ranking's best candidate; its program is built if it was only estimated. Its messages
         get the size, and its rows the chunks, that are predicted to be the fastest, where the settings leave that
         free."""
-        varied = self._sized(ranking.best)
-        varied = self._in_chunks(ranking.best) if varied is self else varied
-        if varied is not self:
+        for vary in (self._sized, self._in_chunks):
+            varied = vary(ranking.best)
+            if varied is self:
+                continue
             other = varied._whole(varied._built(ranking.best.candidate))
             is_sure = FOLDED_STEP_ERROR * _seconds(other) < _seconds(ranking.best)
             if other.num_bytes <= self.limit and (is_sure or _seconds(other) < _seconds(self._whole(ranking.best))):
