@@ -3,8 +3,8 @@
 Between two operators that mix rows (attention mixes tokens), a model computes row by row: products, norms, experts. The
 operators there run once per chunk, and so do the messages between them, forward and backward. A chunk is like a
 micro-batch that lasts from one mixing operator to the next: rules say which factor of an operator has the rows
-(``Rows``), and ``localize`` gives its call for a chunk. What follows has no other kind of operator: conversions, their
-duals, routes and the rows that go to their experts are those of smaller tensors.
+(``DividedRows``), and ``localize`` gives its call for a chunk. What follows has no other kind of operator: conversions,
+their duals, routes and the rows that go to their experts are those of smaller tensors.
 
 An operator is divided if a product or message lies both ahead of it and behind it among such operators (or if it is
 one), so that no more is divided than hides a message. Values enter by ``split_rows`` and leave by ``join_rows``.
@@ -41,7 +41,7 @@ _Node = tuple[str, ShardPosition]  # the rows of a value
 
 
 @dataclass(frozen=True)
-class Rows:
+class DividedRows:
     """Rows that are divided. ``place``: where a value has them; ``factors``: operator -> the factor that has them;
     ``parts``: the parts in which devices have them; ``sent``: the elements of the values in messages."""
 
@@ -145,12 +145,12 @@ class _Operators:
 
     # -- which rows ----------------------------------------------------------------------------------------------------
 
-    def divided(self) -> list[Rows]:
+    def divided(self) -> list[DividedRows]:
         """Return the rows that are divided, no operator twice. Those with products come first, then those whose
         messages have the most elements (whatever their dtypes: a plan is also bound to the model in float64)."""
         products = {item.op.name for item in self.placed if item.rule.is_product}
 
-        def rank(rows: Rows) -> tuple[bool, bool, int]:
+        def rank(rows: DividedRows) -> tuple[bool, bool, int]:
             return rows.sent > 0, not products.isdisjoint(rows.factors), rows.sent
 
         joined: DisjointSets[_Node] = DisjointSets()
@@ -165,7 +165,7 @@ class _Operators:
         sent = {name for names in self.messages.values() for name in names}
         classes = [nodes for nodes in members.values() if any(name in sent for name, _ in nodes)]
         taken: set[str] = set()
-        chosen: list[Rows] = []
+        chosen: list[DividedRows] = []
         while classes:
             found = [(self._rows(nodes, taken), nodes) for nodes in classes]
             classes = [nodes for rows, nodes in found if rows.sent]
@@ -181,7 +181,7 @@ class _Operators:
         named = zip((*op.operands, *op.results), (*places.operands, *places.results), strict=True)
         return [(name, at[factor]) for name, at in named if factor in at]
 
-    def _rows(self, nodes: Sequence[_Node], taken: Collection[str]) -> Rows:
+    def _rows(self, nodes: Sequence[_Node], taken: Collection[str]) -> DividedRows:
         """Return the operators that are divided along some rows; none if nothing is gained."""
         place = dict(nodes)
         several = {name for name, at in nodes if place[name] != at}  # such as scores of all tokens with all tokens
@@ -200,7 +200,7 @@ class _Operators:
         able = {name: factor for name, factor in able.items() if self._fits(ops[name], factor, parts)}
         kept = self._useful(able)
         read = {name for op in kept for name in self.messages[op] if name in place and kept[op]}
-        return Rows(place, kept, parts, sum(self.graph.by_name[name].numel for name in read))
+        return DividedRows(place, kept, parts, sum(self.graph.by_name[name].numel for name in read))
 
     def _fits(self, item: PlacedOp, factor: str, parts: int) -> bool:
         """Return whether every tensor of the operator with the rows can be divided, on every device."""
