@@ -56,7 +56,10 @@ ON_FOUR: dict[str, Case] = {
     "llama, tp, zero 3": Case("llama", {"dp": 2, "tp": 2}, {"zero": 3}, split=True),
     "mixtral, exchanged experts": Case("mixtral", {"dp": 2, "ep": 2}, {"strategies": EXPERTS}, waits=BY_ROUTER),
     "mixtral, experts in chunks": Case(
-        "mixtral", {"dp": 2, "ep": 2}, {"strategies": EXPERTS, "row_chunks": 2}, waits=BY_ROUTER
+        "mixtral",
+        {"dp": 2, "ep": 2},
+        {"strategies": EXPERTS, "row_chunks": 2},
+        waits={kind: 2 * count for kind, count in BY_ROUTER.items()},  # of each half
     ),
     "ring": Case("ring", {"dp": 2, "cp": 2}, {"search": "sharding_propagation"}),
     "llama, compiled": Case("llama", {"dp": 2, "tp": 2}, {"zero": 3}, {"compile": True}, split=True),
