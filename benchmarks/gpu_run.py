@@ -264,7 +264,9 @@ def waits(here: Here) -> Lines:
             step()
             if here.is_gpu:
                 torch.cuda.set_sync_debug_mode("default")
-        found = [f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
+        found = [
+            f"{Path(one.filename).name}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message)
+        ]
         yield {"model": name, "ok": not found, "waits": found}
 
 

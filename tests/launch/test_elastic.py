@@ -203,15 +203,20 @@ def test_the_rank_whose_copies_differ_is_lost_and_the_next_generation_trusts_les
 def test_processes_of_the_ranks_that_are_left_begin_again_like_fresh_ones(job: Job, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("runs = []\n")
     body = """
-    import atexit, json, own, threading
+    import atexit, functools, json, multiprocessing, own, threading, torch, tqdm
+    from torch.nn.modules import module
     def look():
-        return [len(own.runs), sys.argv[1:], signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, os.getcwd() == here,
-                "OLD" in os.environ, threading.active_count(), len(sys.path), sys.stdout is sys.__stdout__]
+        return [len(module._global_forward_hooks), multiprocessing.get_start_method(allow_none=True),
+                torch.backends.cudnn.benchmark, len(own.runs), sys.argv[1:], threading.active_count(), len(sys.path),
+                signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, os.getcwd() == here, "OLD" in os.environ,
+                sys.stdout is sys.__stdout__]
     seen = look()
     open(os.path.join(here, f"seen-{generation}-{rank}"), "w").write(json.dumps([os.getpid(), seen]))
     own.runs.append(generation); sys.argv.append("x"); signal.signal(signal.SIGUSR1, lambda *_: None); os.chdir(here)
     os.environ["OLD"] = "1"; sys.path.append("old"); sys.stdout = sys.stderr
-    atexit.register(lambda: open(os.path.join(here, f"exit-{generation}-{rank}"), "w"))
+    atexit.register(functools.partial(lambda name: open(name, "w"), os.path.join(here, f"exit-{generation}-{rank}")))
+    module.register_module_forward_hook(lambda *_: None); multiprocessing.set_start_method("spawn")
+    torch.backends.cudnn.benchmark = True; bar = tqdm.tqdm(total=1, file=sys.__stderr__)  # which has a thread
     trail.write_to(os.environ[PAGE]); trail.step_done(generation)
     mark(f"began{generation}"); wait_for(f"began{generation}-", size)
     if generation == 0 and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
@@ -222,7 +227,7 @@ def test_processes_of_the_ranks_that_are_left_begin_again_like_fresh_ones(job: J
             with trail.waiting(b"an all_reduce"): time.sleep(0.01)
         except Exception: pass  # as a script that skips bad batches
     """
-    outcome = job(BODY + textwrap.dedent(body), 4, elastic=ElasticConfig(keeps=True))
+    outcome = job(BODY + textwrap.dedent(body), 4, elastic=ElasticConfig(keeps=True, preload=("torch", "torch.nn")))
     assert outcome.exit_code == 0, outcome.stderr
     assert "rank 1 was killed by SIGKILL" in outcome.stderr
     assert "generation 1 has 2 of 4 processes of the last one" in outcome.stderr

@@ -207,7 +207,7 @@ def main(command: list[str]) -> None:
         from shardwise.runtime.heartbeat_file import PAGE
 
         keeper = kept_process.KeptProcess(os.environ[PAGE])
-    while (code := _run(command, keeper is not None)) is None:
+    while (code := _run(command, keeper)) is None:
         try:
             environment = keeper.wait_for_generation()
             replace_environment({name: environment[name] for name in environment.keys() - {LAUNCHER_PID, KEEPS}})
@@ -218,8 +218,9 @@ def main(command: list[str]) -> None:
     sys.exit(code)
 
 
-def _run(command: list[str], keeps: bool) -> int | None:
-    """Run a generation; return the exit code of the process, or None if it may run another generation (``keeps``)."""
+def _run(command: list[str], keeper: Any) -> int | None:
+    """Run a generation; return the exit code of the process, or None if it may run another one (``keeper``: the
+    ``KeptProcess``, or None)."""
     failure_file = os.environ.pop(FAILURE_FILE)
     stack = open(STACK_FILE.format(failure_file=failure_file), "w", encoding="utf-8")  # noqa: SIM115  # until the end
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
@@ -242,7 +243,10 @@ def _run(command: list[str], keeps: bool) -> int | None:
             _record_exception(failure_file, error)
         differs = type(error).__name__ == "ReplicaError"
         is_of_others = is_follow_up(error) or (not differs and bool(getattr(error, "blames", ())))
-        if not keeps or not (is_end or is_of_others):
+        if not keeper or not (is_end or is_of_others):
+            return 1
+        if obstacle := keeper.obstacle():
+            print(f"shardwise: process {os.getpid()} is replaced, not kept: {obstacle}", file=sys.stderr)
             return 1
         for link in _chain(error):
             traceback.clear_frames(link.__traceback__)

@@ -9,10 +9,12 @@ processes, hooks, and what the old script holds. Until then the process is not r
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import glob
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +23,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
+from importlib.machinery import EXTENSION_SUFFIXES
+from math import inf
 from multiprocessing import resource_tracker
 from typing import Any, cast
 
@@ -28,10 +33,13 @@ from shardwise.runtime.generation import process_state
 from shardwise.runtime.heartbeat_file import NEXT_FILE, PAGE, HeartbeatFile
 
 _POLL_SECONDS = 0.01
+_NOTICE_SECONDS = 1.0  # after which a process that cannot leave says what it waits for
 _LIBRARIES = tuple(
     {sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep}
 )
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))  # anywhere
+_OF_CUDNN = ("benchmark", "deterministic", "allow_tf32")
 _OF_SYS = ("argv", "stdin", "stdout", "stderr", "excepthook", "displayhook", "unraisablehook")
 
 
@@ -46,6 +54,8 @@ class KeptProcess:
         self._sys = {name: getattr(sys, name) for name in _OF_SYS}
         changing: tuple[Any, ...] = (sys.path, sys.meta_path, warnings.filters, logging.root.handlers)
         self._lists = [(items, [*items]) for items in changing]
+        self._hooks = [(hooks, dict(hooks)) for hooks in _global_hooks()]
+        self._start_method = _multiprocessing()._actual_context
         self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._torch = [(put, get()) for get, put in _torch_settings()]
         self._at_exit: list[Callable[..., Any]] = []
@@ -57,12 +67,26 @@ class KeptProcess:
 
         atexit.register = cast(Any, noted)  # the interpreter does not list what it has
 
+    @staticmethod
+    def obstacle() -> str:
+        """Return why this process cannot run another generation; empty if nothing is known."""
+        is_dialect = "shardwise.mindspore" in sys.modules
+        return "programs in the MindSpore style keep contexts and groups for the whole process" if is_dialect else ""
+
     def wait_for_generation(self) -> dict[str, str]:
         """Leave the generation that has ended, wait for the launcher, and return the environment of the next one."""
         process_state.reset()
         self._forget_script()
-        while not ({*threading.enumerate()} <= self._threads and _children() <= self._children):
+        notice = time.monotonic() + _NOTICE_SECONDS
+        while True:
             gc.collect()  # a loader's workers end with its last reference
+            threads, children = {*threading.enumerate()} - self._threads, _children() - self._children
+            if not threads and not children:
+                break
+            if time.monotonic() > notice:
+                left = [*(f"the thread {one.name}" for one in threads), *(f"the process {pid}" for pid in children)]
+                print(f"shardwise: process {os.getpid()} waits to be kept for {', '.join(left)}", file=sys.stderr)
+                notice = inf
             time.sleep(_POLL_SECONDS)
         gc.collect()
         page = HeartbeatFile(self._page)
@@ -77,12 +101,21 @@ class KeptProcess:
         return environment
 
     def _forget_script(self) -> None:
-        users = [name for name in sys.modules if name == "__main__" or (name not in self._modules and _is_users(name))]
+        extensions = {name.partition(".")[0] for name in sys.modules if _is_extension(name)}
+        own = (name for name in sys.modules if name not in self._modules and name.partition(".")[0] not in extensions)
+        users = {name for name in own if _is_users(name)} | {"__main__"}
         for function in self._at_exit:
-            if getattr(function, "__module__", "") in users:
+            called = function
+            while isinstance(called, partial):
+                called = called.func
+            if getattr(called, "__module__", "") in users:
                 atexit.unregister(function)
         self._at_exit.clear()
-        for name in users:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+        if (monitor := getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "monitor", None)) is not None:
+            monitor.exit()  # a thread that any progress bar starts, compilers' too; the next bar starts another
+        for name in users & sys.modules.keys():
             vars(sys.modules.pop(name)).clear()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -92,6 +125,10 @@ class KeptProcess:
             setattr(sys, name, value)
         for items, before in self._lists:
             items[:] = before
+        for hooks, earlier in self._hooks:
+            hooks.clear()
+            hooks.update(earlier)
+        _multiprocessing()._actual_context = self._start_method
         for number, handler in self._signals.items():
             if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
@@ -103,9 +140,26 @@ class KeptProcess:
 
 
 def _is_users(name: str) -> bool:
-    """Return whether a module is the user's own, and not a library's. A C extension cannot be imported twice."""
+    """Return whether a module is the user's own, and not a library's."""
     path = getattr(sys.modules[name], "__file__", None) or ""
-    return path.endswith(".py") and not path.startswith(_LIBRARIES)
+    return path.endswith(".py") and not path.startswith(_LIBRARIES) and not any(part in path for part in _INSTALLED)
+
+
+def _is_extension(name: str) -> bool:
+    """Return whether a module is a C extension. Its package cannot be imported twice."""
+    return (getattr(sys.modules[name], "__file__", None) or "").endswith(tuple(EXTENSION_SUFFIXES))
+
+
+def _global_hooks() -> list[dict[Any, Any]]:
+    """Return the hooks of all modules and of all optimizers."""
+    owners = (sys.modules.get("torch.nn.modules.module"), sys.modules.get("torch.optim.optimizer"))
+    named = (pair for owner in owners if owner is not None for pair in vars(owner).items())
+    return [hooks for name, hooks in named if name.startswith("_global_") and isinstance(hooks, dict)]
+
+
+def _multiprocessing() -> Any:
+    """Return what keeps the way in which Python starts processes."""
+    return cast(Any, multiprocessing.context)._default_context
 
 
 def _children() -> set[int]:
@@ -141,6 +195,7 @@ def _torch_settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     def seed() -> int:
         return int(torch.initial_seed())
 
+    cudnn: Any = torch.backends.cudnn
     rules: Any = sys.modules["shardwise.rules.tables"].CUSTOM if "shardwise.rules.tables" in sys.modules else None
     settings = [
         (torch.get_default_dtype, torch.set_default_dtype),
@@ -149,6 +204,10 @@ def _torch_settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         (deterministic, set_deterministic),
+        (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+        (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+        (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
+        *((partial(getattr, cudnn, name), partial(setattr, cudnn, name)) for name in _OF_CUDNN),
         (seed, torch.manual_seed),  # of all devices
         (torch.get_rng_state, torch.set_rng_state),
     ]

@@ -96,6 +96,8 @@ class Zygote:
 
     def exit_of(self, pid: int) -> int | None:
         """Return the exit code of a process, as ``Popen.returncode``; None while it runs."""
+        if self._socket.fileno() < 0:
+            return -signal.SIGKILL
         if pid not in self._exits and not self._hear(0) and pid not in self._exits:
             return -signal.SIGKILL  # ranks do not outlive the zygote
         return self._exits.pop(pid, None)
