@@ -14,13 +14,14 @@ The document shows the step only. Its model, optimizer, loss scaler and data are
 
 import argparse
 
+from shardwise.mindspore.parallel._utils import _get_device_num, _get_gradients_mean
+
 import shardwise.mindspore as ms
 from shardwise.mindspore import nn, ops
 from shardwise.mindspore.amp import DynamicLossScaler, all_finite, init_register
 from shardwise.mindspore.communication import get_group_size, get_rank, init
 from shardwise.mindspore.ops import clip_by_global_norm
 from shardwise.mindspore.ops.communication import counting
-from shardwise.mindspore.parallel._utils import _get_device_num, _get_gradients_mean
 
 from bert import BertConfig, BertForPreTraining, BertLoss, random_batch  # isort: skip
 

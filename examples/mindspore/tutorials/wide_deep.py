@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 from shardwise.mindspore.nn.wrap.grad_reducer import DistributedGradReducer
+from shardwise.mindspore.parallel._utils import _get_device_num, _get_gradients_mean, _get_parallel_mode
 
 import shardwise.mindspore as ms
 import shardwise.mindspore.dataset as ds
@@ -15,7 +16,6 @@ from shardwise.mindspore.context import ParallelMode
 from shardwise.mindspore.ops import composite as C
 from shardwise.mindspore.ops import functional as F
 from shardwise.mindspore.ops import operations as P
-from shardwise.mindspore.parallel._utils import _get_device_num, _get_gradients_mean, _get_parallel_mode
 
 
 def init_method(method, shape, name, max_val=1.0):
