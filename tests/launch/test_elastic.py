@@ -200,7 +200,11 @@ def test_the_rank_whose_copies_differ_is_lost_and_the_next_generation_trusts_les
     assert "generation 1 goes on with 2 ranks, without slot 2" in outcome.stderr
 
 
-def test_processes_of_the_ranks_that_are_left_begin_again_like_fresh_ones(job: Job, tmp_path: Path) -> None:
+def test_processes_of_the_ranks_that_are_left_begin_again_like_fresh_ones(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.launch.job._BUSY_SECONDS", 10.0)  # however busy this machine is
+    monkeypatch.setattr("shardwise.launch.job._LEAVE_SECONDS", 60.0)
     (tmp_path / "own.py").write_text("runs = []\n")
     body = """
     import atexit, functools, json, multiprocessing, own, threading, torch, tqdm
