@@ -28,7 +28,7 @@ from shardwise.programs.builder import Choice
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.invariants import check_program
 from shardwise.programs.lifetimes import backward_collectives, dropped_values, repeated
-from shardwise.programs.program import localize
+from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import RankProgram as StepProgram
 from shardwise.programs.rank_program import delivered_values
 from shardwise.programs.spmd import Lifetimes, SpmdProgram, build_spmd
@@ -186,7 +186,8 @@ def run(
         for own in programs:
             check_program(own)
             dropped = dropped_values(own)
-            assert not dropped.intersection(own.saved), "what is dropped is not kept"
+            if own.rank == busiest_rank(spmd):  # others keep what its messages do not bring in time
+                assert not dropped.intersection(own.saved), "what is dropped is not kept"
             outcome.features["dropped"] += len(dropped)
             outcome.features["made again"] += sum(map(len, repeated(own)))
     environments = run_forward(cluster, programs, bindings)

@@ -27,7 +27,8 @@ class Trial:
     priced: bool = False
 
     def run(self) -> Outcome:
-        return run(self.build(), self.seed, by_hand=self.by_hand, priced=self.priced)
+        kept = 0.5 if self.seed % 2 else 1.0  # of what backward reads
+        return run(self.build(), self.seed, by_hand=self.by_hand, priced=self.priced, kept=kept)
 
 
 def trials(num_programs: int, num_windowed: int, rounds: int, first_seed: int) -> Iterator[Trial]:

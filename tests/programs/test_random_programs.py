@@ -71,3 +71,11 @@ def test_random_programs_that_make_values_again_equal_one_device() -> None:
             features += outcome.features
     assert features["made again"] > 250, features
     assert features["dropped"] > features["made again"], features
+
+
+@pytest.mark.parametrize(("seed", "by_hand"), [(36, False), (16, True), (36, True), (81, True)])
+def test_ranks_repeat_the_same_messages_whatever_their_parts_are(seed: int, by_hand: bool) -> None:
+    """Parts are empty, or whole, or run other kernels on some of the ranks, whose backward reads other values."""
+    outcome = run(random_program(seed), seed, by_hand=by_hand, kept=0.5)
+    check(outcome, f"random_program({seed}), run seed {seed}, {by_hand=}")
+    assert outcome.features["made again"]

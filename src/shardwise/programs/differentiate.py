@@ -37,7 +37,7 @@ from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.moves import converted_form
 from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.overlap_messages import with_chunks_beside_products, with_rows_beside_products
-from shardwise.programs.program import LocalOp, LocalProgram
+from shardwise.programs.program import LocalOp, LocalProgram, busiest_rank, localize
 from shardwise.programs.rank_program import RankProgram, delivered_values, mark_overwrites, with_saved
 from shardwise.programs.spmd import backward_order
 from shardwise.programs.spmd_steps import Conversion, OpStep, collectives_of
@@ -76,7 +76,11 @@ def differentiate(
         with_gradients: Whether to write a backward.
     """
     delivered = delivered_values(local.spmd, loss_only=loss_only)
-    return finished(_StepWriter(local, vjp_cache, overlap).write(delivered, reached, with_gradients, loss_only))
+    written = [
+        _StepWriter(part, vjp_cache, overlap).write(delivered, reached, with_gradients, loss_only)
+        for part in (local, *_leader(local))
+    ]
+    return finish_exchanges(with_lifetimes(*written))
 
 
 def keeping_all(local: LocalProgram, vjp_cache: VjpCache) -> RankProgram:
@@ -87,6 +91,18 @@ def keeping_all(local: LocalProgram, vjp_cache: VjpCache) -> RankProgram:
     return _StepWriter(local, vjp_cache, overlap=True).write(
         delivered_values(local.spmd, loss_only=True), None, True, True
     )
+
+
+def _leader(local: LocalProgram) -> tuple[LocalProgram, ...]:
+    """Return the local program of the rank whose messages all ranks repeat in backward, if backward may read other
+    values there than on this rank: with parts of other sizes, or empty ones, other kernels may run, and others of
+    their results are views. Even parts differ in offsets only."""
+    spmd = local.spmd
+    layouts = (*spmd.layouts.values(), *(layout for c in spmd.conversions for layout in (c.source, c.target)))
+    if not spmd.lifetimes.conversions or all(layout.is_even for layout in layouts):
+        return ()
+    rank = busiest_rank(spmd)
+    return () if rank == local.rank else (localize(spmd, rank),)
 
 
 def finished(program: RankProgram) -> RankProgram:

@@ -39,13 +39,18 @@ from shardwise.programs.spmd import SpmdProgram
 AGAIN = "^"  # name suffix of recomputed values
 
 
-def with_lifetimes(program: RankProgram) -> RankProgram:
-    """Return the program with the lifetimes of its ``spmd`` applied."""
+def with_lifetimes(program: RankProgram, leader: RankProgram | None = None) -> RankProgram:
+    """Return the program with the lifetimes of its ``spmd`` applied. ``leader``: the program of the rank whose messages
+    all ranks repeat, if this rank's parts have other sizes (``differentiate``)."""
     lifetimes = program.spmd.lifetimes
     if not lifetimes or not program.backward:
         return program
     if lifetimes.operators or lifetimes.conversions:
-        program = _recompute(program)
+        kept, program = program, _recompute(program)
+        if leader is not None:
+            messages = _messages_again(_recompute(leader).backward)
+            if messages != _messages_again(program.backward):
+                program = _recompute_with(kept, messages)
     return offloaded(program) if lifetimes.offloaded else program
 
 
@@ -87,49 +92,113 @@ def is_repeatable(instruction: Compute, changed: Iterable[str] = ()) -> bool:
 
 
 def _recompute(program: RankProgram) -> RankProgram:
-    forward, dropped = program.forward, dropped_values(program)
-    maker = {name: i for i, instruction in enumerate(forward) for name in instruction.results}
-    departure = {instruction.flight: i for i, instruction in enumerate(forward) if isinstance(instruction, Depart)}
-    together = _written_together(forward)
-    recomputed: dict[str, str] = {}
+    again = _Repeater(program, dropped_values(program))
     backward: list[Instruction] = []
     begins: dict[str, int] = {}  # operator -> where its backward begins
-    forms = dict(program.forms)
-
-    def needed(names: Iterable[str]) -> list[int]:
-        """Return the positions in forward of the instructions that recompute some names, in order."""
-        positions: set[int] = set()
-        waiting = [name for name in names if name in dropped and name not in recomputed]
-        while waiting:
-            position = maker[waiting.pop()]
-            if position in positions:
-                continue
-            for i in together.get(position, (position,)):
-                positions.add(i)
-                instruction = forward[i]
-                operands = instruction.operands
-                if isinstance(instruction, Arrive):
-                    positions.add(departure[instruction.flight])
-                    operands = forward[departure[instruction.flight]].operands
-                waiting += [name for name in operands if name in dropped and name not in recomputed]
-        return sorted(positions)
-
     for instruction in program.backward:
         begin = begins.setdefault(instruction.origin.op, len(backward))
-        repeated: list[Instruction] = []
-        for position in needed(instruction.operands):
-            duplicate = _duplicate(forward[position], recomputed)
-            forms.update(zip(duplicate.results, duplicate.forms, strict=True))
-            repeated.append(duplicate)
-        early, late = _sent_ahead(repeated, {recomputed.get(name, name) for name in instruction.operands})
+        repeated = again.repeat(instruction.operands)
+        early, late = _sent_ahead(repeated, {again.names.get(name, name) for name in instruction.operands})
         if early:
             leaves = _behind(backward, begin, early)
             backward[leaves:leaves] = early
             begins = {op: at + len(early) if at >= leaves else at for op, at in begins.items()}
         backward += late
-        backward.append(with_operands(instruction, recomputed))
-    backward = _leaving_early(backward, program.spmd)
-    return with_saved(replace(program, backward=tuple(backward), forms=forms))
+        backward.append(with_operands(instruction, again.names))
+    return again.finish(_leaving_early(backward, program.spmd))
+
+
+def _recompute_with(program: RankProgram, messages: Sequence[Sequence[tuple[str, ...]]]) -> RankProgram:
+    """Recompute with exactly the given messages (``_messages_again``), whatever this rank's own kernels read.
+
+    What a message delivers that this rank does not read is dropped. A value whose message is not repeated, or later
+    than this rank needs it, is kept.
+    """
+    dropped = dropped_values(program)
+    own = _delivered(program.backward)
+    while True:
+        again, between = _Repeater(program, dropped), iter(messages)
+        backward: list[Instruction] = []
+        alone: set[str] = set()  # what other messages deliver, which this rank would send alone
+        for instruction in (None, *program.backward):
+            if instruction is not None:
+                backward += again.repeat(instruction.operands)
+                alone |= again.delivered
+                backward.append(with_operands(instruction, again.names))
+            if instruction is None or id(instruction) in own:
+                for results in next(between):
+                    backward += again.repeat(results, always=True)
+                    alone |= again.delivered.difference(results)
+        if not alone:
+            return again.finish(backward)
+        dropped -= alone
+
+
+def _messages_again(backward: Sequence[Instruction]) -> list[list[tuple[str, ...]]]:
+    """Return what the repeated messages of backward deliver: those before its first other message, those before its
+    second, ..."""
+    between: list[list[tuple[str, ...]]] = [[]]
+    delivered = _delivered(backward)
+    for instruction in backward:
+        if id(instruction) in delivered:
+            if instruction.origin.again:
+                between[-1].append(tuple(name.removesuffix(AGAIN) for name in delivered[id(instruction)]))
+            else:
+                between.append([])
+    return between
+
+
+def _delivered(instructions: Sequence[Instruction]) -> dict[int, tuple[str, ...]]:
+    """Map the ids of the instructions that send a message to what it delivers."""
+    arrivals = {x.flight: x.results for x in instructions if isinstance(x, Arrive)}
+    sends = [x for x in instructions if isinstance(x, (Convert, Depart)) and sent_by(x)]
+    return {id(x): arrivals[x.flight] if isinstance(x, Depart) else x.results for x in sends}
+
+
+class _Repeater:
+    """Repeats instructions of forward in backward. ``names``: dropped value -> the name of its recomputed one."""
+
+    def __init__(self, program: RankProgram, dropped: Set[str]) -> None:
+        self.program, self.dropped, self.names, self.forms = program, dropped, dict[str, str](), dict(program.forms)
+        forward = program.forward
+        self.maker = {name: i for i, instruction in enumerate(forward) for name in instruction.results}
+        self.departure = {x.flight: i for i, x in enumerate(forward) if isinstance(x, Depart)}
+        self.together = _written_together(forward)
+        self.delivers = _delivered(forward)
+        self.delivered: set[str] = set()
+
+    def repeat(self, names: Iterable[str], *, always: bool = False) -> list[Instruction]:
+        """Return the instructions that recompute those of ``names`` that are dropped and were not recomputed yet.
+        ``always``: all of them. ``delivered`` is then what their messages deliver."""
+        originals = [self.program.forward[i] for i in self._needed(names, always)]
+        self.delivered = {name for x in originals for name in self.delivers.get(id(x), ())}
+        repeated = [_duplicate(x, self.names) for x in originals]
+        self.forms.update((n, form) for x in repeated for n, form in zip(x.results, x.forms, strict=True))
+        return repeated
+
+    def finish(self, backward: Iterable[Instruction]) -> RankProgram:
+        return with_saved(replace(self.program, backward=tuple(backward), forms=self.forms))
+
+    def _needed(self, names: Iterable[str], always: bool) -> list[int]:
+        """Return the positions in forward of the instructions that recompute some names, in order."""
+        forward, positions = self.program.forward, set[int]()
+        waiting = list(names) if always else self._missing(names)
+        while waiting:
+            position = self.maker[waiting.pop()]
+            if position in positions:
+                continue
+            for i in self.together.get(position, (position,)):
+                positions.add(i)
+                instruction = forward[i]
+                operands = instruction.operands
+                if isinstance(instruction, Arrive):
+                    positions.add(self.departure[instruction.flight])
+                    operands = forward[self.departure[instruction.flight]].operands
+                waiting += self._missing(operands)
+        return sorted(positions)
+
+    def _missing(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if name in self.dropped and name not in self.names]
 
 
 def dropped_values(program: RankProgram) -> frozenset[str]:

@@ -57,9 +57,6 @@ def _attention_rows(
         rows = global_indices(*atoms, device=query.device).flatten()
         seen = torch.arange(key.shape[-2], device=query.device) <= rows.unsqueeze(-1)
         return attend(query, key, value, seen, False, enable_gqa, scale)
-    if [first for first, _ in runs] == [0]:
-        key, value = (x.narrow(-2, 0, min(query.shape[-2], key.shape[-2])) for x in (key, value))
-        return attend(query, key, value, None, True, enable_gqa, scale)
     tiles = Tiles(blocks_of([tuple(causal_rows(runs, key.shape[-2]))], [0]), scale_of(scale, query))
     return attend_by_tiles(tiles, query, key, value, Visibility())
 
