@@ -94,3 +94,28 @@ def test_masks_and_positions_are_made_where_they_are_needed() -> None:
     names = {op.name for op in search.cost.domains.operators}
     assert "/matmul" in names
     assert not names & {"/ge", "/bitwise_and", "/gt", "/sum"}, names
+
+
+class Scaled(nn.Module):
+    """Activations divided and chosen by extrema without gradients, as quantization and normalization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        seen = hidden.detach()
+        hidden = hidden / (seen.abs().amax() - seen.amin(0) + 1)
+        hidden = torch.where((seen > 3).any(0), hidden, -hidden)
+        return self.down(hidden).square().mean()
+
+
+@pytest.mark.parametrize("mesh", [sw.Mesh(dp=2, tp=2), sw.Mesh(x=3)])
+def test_extrema_of_activations_are_split_and_combined(mesh: sw.Mesh) -> None:
+    module, x = Scaled(), torch.randn(4800, 32)
+    plan = sw.plan(module, x, cluster_of(2, mesh.num_devices), mesh=mesh, cache=False)
+    for name in ("/amax", "/amin", "/any"):
+        assert "@" in plan.strategies[name], f"{name} is split"
+    assert prove(module, x, plan).ok

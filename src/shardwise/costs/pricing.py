@@ -21,7 +21,7 @@ from shardwise.costs.prices import LocalShapes, Prices
 from shardwise.costs.saved_for_backward import Saved, numbered_call, saved_for_backward
 from shardwise.graph.ir import Graph, Op, Value
 from shardwise.layouts.conversions import Collective, Move
-from shardwise.layouts.layout import Layout, common_atoms
+from shardwise.layouts.layout import PARTIAL_KINDS, Layout, common_atoms
 from shardwise.layouts.redistribute import redistribute, through_windows
 from shardwise.layouts.routes import Axes, Routes, RouteTensor
 from shardwise.layouts.strategy import Strategy, apply_strategy
@@ -251,8 +251,7 @@ class Router:
     """Moves between layouts: the cheapest in seconds on a described cluster.
 
     ``atoms``: of the values that the search knows, ``parameters``: those among them that are parameters. What has no
-    node among ``Routes`` (parts of an axis that are treated differently, maxima, dims whose atoms do not nest) takes
-    the path that ``redistribute`` finds, by the same seconds. ``known``: the routes so far of routers with the same
+    node among ``Routes`` (parts of an axis that are treated differently, dims whose atoms do not nest) takes the path that ``redistribute`` finds, by the same seconds. ``known``: the routes so far of routers with the same
     axes, links and buckets.
     """
 
@@ -267,10 +266,12 @@ class Router:
         self.axes, self.prices, self.atoms, self.parameters = axes, prices, atoms or {}, parameters
         self.known = {} if known is None else known
 
-    def routes(self, value: Value, atoms: Atoms, *, is_parameter: bool = False, keyed: str = "") -> Routes:
-        """Return the layouts of a kind of value and the routes between them. ``keyed``: the keyed state that it may
-        have."""
-        tensor = RouteTensor(atoms, value.dtype.itemsize, value.requires_grad, value.grad_itemsize, keyed)
+    def routes(
+        self, value: Value, atoms: Atoms, *, is_parameter: bool = False, keyed: str = "", partial: str = "P"
+    ) -> Routes:
+        """Return the layouts of a kind of value and the routes between them. ``keyed``, ``partial``: its states of these
+        kinds (``RouteTensor``)."""
+        tensor = RouteTensor(atoms, value.dtype.itemsize, value.requires_grad, value.grad_itemsize, keyed, partial)
         routes = self.known.get((tensor, is_parameter))
         if routes is None:
             seconds = self.prices.parameter_collective if is_parameter else self.prices.collective
@@ -285,7 +286,8 @@ class Router:
             return ()
         atoms = self.atoms.get(value.name) or _common(source, target)
         if atoms is not None:
-            routes = self.routes(value, atoms, is_parameter=value.name in self.parameters)
+            partial = next((state for _, state in source.states if state in PARTIAL_KINDS), "P")
+            routes = self.routes(value, atoms, is_parameter=value.name in self.parameters, partial=partial)
             ends = routes.node_of(source), routes.node_of(target)
             if ends[0] is not None and ends[1] is not None:
                 return routes.moves(ends[0], ends[1])

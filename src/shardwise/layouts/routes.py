@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardwise.errors import LayoutError
 from shardwise.layouts.choice import ShardPosition, Where, layout_of, where_of
 from shardwise.layouts.conversions import CELLS, COLLECTIVES, KEYED_CELL, Move
-from shardwise.layouts.layout import Layout, expected_rows
+from shardwise.layouts.layout import PARTIAL_KINDS, Layout, expected_rows
 from shardwise.layouts.mesh import Mesh
 from shardwise.rules.keyed_rows import copies_of
 
@@ -36,6 +36,7 @@ SHARDED = len(STATES)  # codes from here on: the atom that the axis shards
 # Seconds added to every step of a route, so that of equally dear routes the one of fewest steps is taken. Too small to
 # be seen in a price: the shortest message takes about 1e-6 s.
 STEP = 1e-15
+NEVER = 1e9  # seconds of a step that no route may take; finite, as prices are multiplied by weights that may be 0
 FEW = 8
 COLUMNS = 128  # targets that are relaxed together: a block of prices that stays in the cache
 
@@ -71,13 +72,14 @@ class Axes:
 class RouteTensor:
     """What prices of conversions depend on: the atoms of a value per dim, bytes per element, and whether a cotangent
     comes back (whose elements have ``grad_itemsize`` bytes). ``keyed``: the keyed state in which operators may take it,
-    if there is one."""
+    if there is one. ``partial``: its state where devices hold parts that are combined."""
 
     atoms: tuple[tuple[int, ...], ...]
     itemsize: int
     differentiable: bool
     grad_itemsize: int
     keyed: str = ""
+    partial: str = "P"
 
 
 class Routes:
@@ -171,8 +173,10 @@ class Routes:
         if not isinstance(where, ShardPosition):
             if copies_of(where):
                 return self.by_key if where == self.tensor.keyed else -1
+            if where in PARTIAL_KINDS:
+                return STATES.index("P") if where == self.tensor.partial else -1
             free = where == "R" and not self.tensor.differentiable
-            return STATES.index("I" if free else where) if where in STATES else -1
+            return STATES.index("I" if free else where)
         atoms = self.tensor.atoms[where.dim]
         for i in range(len(atoms)):
             part = ShardPosition.of(where.dim, atoms, i)
@@ -184,7 +188,7 @@ class Routes:
     def where(self, code: int) -> Where:
         """Return the placement of the tensor that an axis code stands for."""
         if code < SHARDED:
-            return STATES[code]
+            return self.tensor.partial if STATES[code] == "P" else STATES[code]
         if code == self.by_key:
             return self.tensor.keyed
         dim, atom = self.positions[code - SHARDED]
@@ -371,6 +375,8 @@ class Routes:
         ends = self._state(int(sources[0]), chosen), self._state(int(targets[0]), chosen)
         cell = KEYED_CELL if any(map(copies_of, ends)) else CELLS[ends]
         axes = tuple(part for axis in chosen for part in self.axes.groups[axis])
+        if "P" in ends and self.tensor.partial != "P" and ends[1] != "I":  # the other primitives are those of sums
+            return np.full(len(sources), NEVER)
         price = np.zeros(len(sources))
         sides = [(cell.forward, sources, targets, self.tensor.itemsize)]
         if self.tensor.differentiable:

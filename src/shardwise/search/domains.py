@@ -28,6 +28,7 @@ from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs
 from shardwise.layouts.choice import (
     BY_KEY,
     INVARIANT,
+    REDUCTION_STATES,
     REPLICATED,
     AxisChoice,
     PassSum,
@@ -45,6 +46,9 @@ from shardwise.search.constants import HEAVY_INPUT_WORK, LOWERED_FORWARD_PARTS
 from shardwise.search.elimination import Elimination, Shape
 from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.user_strategies import num_blockers
+
+
+COMBINED = frozenset(REDUCTION_STATES) - {"sum"}  # kinds of factors whose parts are combined by another operation
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,17 @@ class SearchSpace:
                 states = {name: state for name, state in tensors if copies_of(state)} | states
         return states
 
+    @cached_property
+    def partials(self) -> Mapping[str, str]:
+        """Return the partial state of the values whose parts are combined by another operation than a sum."""
+        return {
+            result: REDUCTION_STATES[factor.kind]
+            for op in self.graph.ops
+            for result in op.results
+            for factor in self.rules[op.name].factors
+            if factor.kind in COMBINED
+        }
+
     def windows(self, prices: Prices) -> Mapping[str, float]:
         """Return the seconds that the messages of each parameter can hide behind."""
         if prices.device not in self._windows:
@@ -188,7 +203,7 @@ class SearchSpace:
 
         def tensor(name: str) -> object:
             value = self.graph.by_name[name]
-            state = (name in self.active, name in self.parameters, self.keyed.get(name))
+            state = (name in self.active, name in self.parameters, self.keyed.get(name), self.partials.get(name))
             return value.shape, value.dtype, value.requires_grad, self.atoms[name], state
 
         numbers: dict[str, int] = {}
@@ -238,7 +253,11 @@ class Domains:
         if routes is None:
             value, is_parameter = self.graph.by_name[name], name in self.parameters
             routes = self._routes[name] = self.router.routes(
-                value, self.atoms[name], is_parameter=is_parameter, keyed=self.choosing.keyed.get(name, "")
+                value,
+                self.atoms[name],
+                is_parameter=is_parameter,
+                keyed=self.choosing.keyed.get(name, ""),
+                partial=self.choosing.partials.get(name, "P"),
             )
         return routes
 
@@ -359,7 +378,7 @@ class Domains:
             others += [*([REPLICATED] if gradient else []), *(groups if activations else [])]
         if rule.keyed is not None:
             others.append(BY_KEY)
-        named = [f for f in rule.factors if f.kind in ("parallel", "sum", "lowered")]
+        named = [f for f in rule.factors if f.kind in ("parallel", "sum", "lowered", *COMBINED)]
         named = [f for f in named if not self.choosing.is_blocked(op, f.name)]
         return [[*(Split(f.name) for f in named if f.size >= size), *others] for size in self.axes.sizes]
 
