@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import shardwise as sw
 from proving import prove
@@ -143,6 +144,29 @@ def test_verify_proves_the_casts(way: str) -> None:
     assert "in the plan's precision" in str(report)
 
 
+class Scored(nn.Module):
+    """Norms and a loss over features that are split, which computes in other operators then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.weight = nn.Linear(16, 32), nn.Parameter(torch.linspace(0.5, 1.5, 32))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = F.rms_norm(self.up(x), (32,), self.weight)
+        return F.cross_entropy(scores, labels) + F.softmax(scores * 2, -1).square().sum()
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.PlanWarning")
+@pytest.mark.parametrize("precision", [sw.Precision(BF16), MIXED, sw.Precision(parameter=BF16)])
+def test_verify_proves_what_replaces_operators_in_lower_precision(precision: sw.Precision) -> None:
+    batch = torch.randn(8, 16), torch.randint(32, (8,))
+    module = Scored()
+    plan = sw.plan(module, batch, 2, mesh=sw.Mesh(tp=2), strategies={"up": "n@tp"}, precision=precision)
+    report = prove(module, batch, plan)
+    assert report.ok, str(report)
+    assert [message.kind for message in report.forward].count("all_reduce") > 3, "features are split"
+
+
 def cast_to(dtype: torch.dtype) -> Any:
     """Casts to another dtype than the one that is asked for."""
 
@@ -270,6 +294,8 @@ def test_a_dtype_without_gradients_is_refused(name: str, dtype: torch.dtype) -> 
 def test_the_name_of_a_dtype_is_not_a_dtype() -> None:
     with raises(sw.ShardwiseError, "compute='bfloat16'", "not a dtype", fix="torch."):
         sw.Precision(compute="bfloat16")  # type: ignore[arg-type]
+    with raises(sw.ShardwiseError, "autocast=torch.bfloat16", "torch.autocast", fix="inside of torch.autocast"):
+        sw.Precision(autocast=BF16)  # type: ignore[arg-type]
 
 
 def test_storage_that_loses_updates_is_announced() -> None:

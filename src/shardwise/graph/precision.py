@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
+
+_IN_FLOAT64: ContextVar[bool] = ContextVar("in_float64", default=False)
+
+
+@contextmanager
+def for_float64(wide: bool) -> Iterator[None]:
+    """Capture a lowering in its own dtypes that computes in float64 afterwards, if ``wide``."""
+    token = _IN_FLOAT64.set(wide)
+    try:
+        yield
+    finally:
+        _IN_FLOAT64.reset(token)
+
+
+def eps_of(x: Tensor) -> float:
+    """Return the machine epsilon of the dtype in which a lowering computes."""
+    return torch.finfo(torch.float64 if _IN_FLOAT64.get() else x.dtype).eps
 
 
 def wide(x: Tensor) -> Tensor:

@@ -66,6 +66,11 @@ class Precision:
                 f"Precision(products={self.products!r}): not a way to multiply",
                 fix=f"choose {' or '.join(map(repr, PRODUCTS))}; compute= has the dtypes",
             )
+        if not isinstance(self.autocast, Autocast | None):
+            raise ShardwiseError(
+                f"Precision(autocast={self.autocast!r}): not what sw.plan records of an active torch.autocast",
+                fix="call sw.plan inside of torch.autocast(...), or use compute=",
+            )
         fields = [name for name in (*DTYPES, "products") if getattr(self, name) is not None]
         if self.autocast is not None and fields:
             raise ShardwiseError(

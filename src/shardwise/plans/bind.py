@@ -107,7 +107,7 @@ def program_of_choice(
 ) -> SpmdProgram:
     """Return the program of a choice that ``bind`` returned. Raises as ``program_of`` does."""
     stage, is_planned = plan.only_stage, is_planned_for(plan, graph, training)
-    placed, lowered = place_ops(graph, factored.rules, choice.strategies, stage.mesh)
+    placed, lowered = place_ops(graph, factored.rules, choice.strategies, stage.mesh, original)
     steps, lowered, choice = in_chunks(placed, lowered, choice, stage.mesh)
     route = ListedPaths.of(stage, lowered, sizes_match=is_planned)
     spmd = insert_conversions(steps, lowered, replace(choice, route=route), stage.mesh)

@@ -19,6 +19,8 @@ import torch
 from shardwise.errors import LayoutError
 from shardwise.graph.capture import capture_function
 from shardwise.graph.ir import Graph, Op, Ref, Value, map_operands, map_refs
+from shardwise.graph.precision import for_float64
+from shardwise.graph.to_float64 import to_float64
 from shardwise.layouts.choice import where_of
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
@@ -59,10 +61,14 @@ class NumberArgument:
     value: complex = field(compare=False)
 
 
-def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], tuple[Value, ...]]:
+def lower(
+    placed: PlacedOp, graph: Graph, mesh: Mesh, original: Graph | None = None
+) -> tuple[list[PlacedOp], tuple[Value, ...]]:
     """Return the operators that replace one (itself, if none of its lowered factors is split), and the added values.
 
     Results keep the names of the original results; inner operators and values are named after the operator.
+    ``original``: the graph in its own dtypes, if ``graph`` computes in float64. What replaces an operator may depend on
+    dtypes (16-bit types are accumulated in float32 and cast back), so it is captured in those.
     """
     op, rule, strategy = placed.op, placed.rule, placed.strategy
     if not any(axes and rule.factor(factor).kind == "lowered" for factor, axes in strategy.factors):
@@ -72,13 +78,14 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
     order = tuple(layouts)
 
     def slot(name: str) -> TensorArgument:
-        value = graph.by_name[name]
+        value = (original or graph).by_name[name]
         return TensorArgument(order.index(name), value.shape, value.dtype, value.requires_grad)
 
     args, kwargs = (_immutable(map_refs(part, slot)) for part in (op.args, op.kwargs))
     if takes_runs(rule.lowering):
         kwargs += (("runs", _runs(layouts[op.operands[0]])),)
-    lowered = _lowered(rule.lowering, args, kwargs, tuple(layouts.values()), mesh, CUSTOM.version)
+    version = CUSTOM.version, original is not None
+    lowered = _lowered(rule.lowering, args, kwargs, tuple(layouts.values()), mesh, version)
     names = dict(zip(lowered.sources, order, strict=True)) | dict(zip(lowered.outputs, op.results, strict=True))
 
     def named(name: str) -> str:
@@ -116,11 +123,11 @@ def _lowered(
     kwargs: tuple[tuple[str, Any], ...],
     layouts: tuple[Layout, ...],
     mesh: Mesh,
-    custom: int,
+    version: tuple[int, bool],
 ) -> _Lowered:
-    """Return the lowering for operands in some layouts, cached so that equal layers share it. ``custom``: version of
-    the user's rules, part of the cache key."""
-    fragment, factored = _divided(lowering, args, kwargs, tuple(layout.atoms for layout in layouts), custom)
+    """Return the lowering for operands in some layouts, cached so that equal layers share it. ``version``: of the
+    user's rules, part of the cache key; and whether it computes in float64, whatever the dtypes of its operands are."""
+    narrow, fragment, factored = _divided(lowering, args, kwargs, tuple(layout.atoms for layout in layouts), version)
     named = dict(zip((source.value for source in fragment.sources), layouts, strict=True))
     sources = {name: where_of(_over(layout, factored.atoms[name])) for name, layout in named.items()}
     strategies = Propagation(fragment, factored.rules, mesh, sources=sources).run()
@@ -128,7 +135,8 @@ def _lowered(
     items: list[PlacedOp] = []
     values = [value for value in fragment.values if value.name not in named and value.name not in outputs]
     for inner in fragment.ops:
-        deeper, added = lower(PlacedOp(inner, factored.rules[inner.name], strategies[inner.name]), fragment, mesh)
+        placed = PlacedOp(inner, factored.rules[inner.name], strategies[inner.name])
+        deeper, added = lower(placed, fragment, mesh, narrow)
         items.extend(deeper)
         values.extend(added)
     return _Lowered(tuple(named), outputs, tuple(items), tuple(values))
@@ -140,13 +148,16 @@ def _divided(
     args: tuple[Any, ...],
     kwargs: tuple[tuple[str, Any], ...],
     atoms: tuple[tuple[tuple[int, ...], ...], ...],
-    custom: int,
-) -> tuple[Graph, Factored]:
-    """Return the captured lowering and its rules, with factors divided at the atoms of the operands."""
-    fragment = _capture_lowering(lowering, args, kwargs)
+    version: tuple[int, bool],
+) -> tuple[Graph | None, Graph, Factored]:
+    """Return the captured lowering in its own dtypes, if it is to compute in float64; the one that computes; and its
+    rules, with factors divided at the atoms of the operands."""
+    narrow, fragment = None, _capture_lowering(lowering, args, kwargs, version[1])
+    if version[1]:
+        narrow, fragment = fragment, to_float64(fragment)
     rules = {inner.name: rule_within(lowering, inner, fragment) for inner in fragment.ops}
     names = (source.value for source in fragment.sources)
-    return fragment, factor_graph(fragment, rules, dict(zip(names, atoms, strict=True)))
+    return narrow, fragment, factor_graph(fragment, rules, dict(zip(names, atoms, strict=True)))
 
 
 def _over(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout:
@@ -184,7 +195,9 @@ def _runs(layout: Layout) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Graph:
+def _capture_lowering(
+    lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], wide: bool
+) -> Graph:
     """Capture the lowering for operands of some shapes as a graph whose sources are the operands."""
     slots: dict[int, TensorArgument] = {}
 
@@ -211,19 +224,24 @@ def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[t
 
         return lowering(*[fill(arg) for arg in args], **{key: fill(value) for key, value in kwargs})
 
-    graph = capture_function(call, examples)
+    with for_float64(wide):
+        graph = capture_function(call, examples)
     return replace(graph, ops=tuple(replace(op, name=op.name.rpartition("/")[2]) for op in graph.ops))
 
 
 def lower_all(
-    graph: Graph, rules: Mapping[str, OpRule], strategies: Mapping[str, Strategy], mesh: Mesh
+    graph: Graph,
+    rules: Mapping[str, OpRule],
+    strategies: Mapping[str, Strategy],
+    mesh: Mesh,
+    original: Graph | None = None,
 ) -> tuple[tuple[PlacedOp, ...], Graph]:
     """Return every operator with its rule and strategy, lowered if its strategy splits a lowered factor, and the
-    resulting graph."""
+    resulting graph. ``original``: as for ``lower``."""
     placed: list[PlacedOp] = []
     values = list(graph.values)
     for op in graph.ops:
-        placed_ops, added = lower(PlacedOp(op, rules[op.name], strategies[op.name]), graph, mesh)
+        placed_ops, added = lower(PlacedOp(op, rules[op.name], strategies[op.name]), graph, mesh, original)
         placed.extend(placed_ops)
         values.extend(added)
     return tuple(placed), replace(graph, values=tuple(values), ops=tuple(item.op for item in placed))

@@ -224,16 +224,19 @@ def build_spmd(
 
 
 def place_ops(
-    graph: Graph, rules: Mapping[str, OpRule], strategies: Mapping[str, Strategy], mesh: Mesh
+    graph: Graph,
+    rules: Mapping[str, OpRule],
+    strategies: Mapping[str, Strategy],
+    mesh: Mesh,
+    original: Graph | None = None,
 ) -> tuple[tuple[PlacedOp, ...], Graph]:
-    """Return every operator with its rule and strategy, lowered if its strategy splits a lowered factor, and the
-    lowered graph. Raises LayoutError naming the operator if a strategy does not fit its rule."""
+    """Return what ``lower_all`` returns. Raises LayoutError naming the operator if a strategy does not fit its rule."""
     for op in graph.ops:
         try:
             check_strategy(rules[op.name], strategies[op.name], mesh)
         except LayoutError as error:
             raise LayoutError(str(error), op=op.name, source=op.source) from error
-    return lower_all(graph, rules, strategies, mesh)
+    return lower_all(graph, rules, strategies, mesh, original)
 
 
 def insert_conversions(steps: Sequence[PlacedOp | Ahead], graph: Graph, choice: Choice, mesh: Mesh) -> SpmdProgram:

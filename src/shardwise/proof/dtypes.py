@@ -105,7 +105,8 @@ def in_dtypes(ranks: VirtualRanks, steps: int) -> DtypeReport:
             if ("gradient", key[1]) in expected and key[0] == "parameter":
                 continue  # its gradient is judged instead: optimizers work element by element
             floor = max(1.0, (passes + 1) / 2) if key[0] == "loss" else 1.0
-            bound = max(floor * unit, margin * moved.get(key, 0.0))
+            own = torch.finfo(expected[key].dtype).eps  # a sum beside the middle of two numbers is rounded to either
+            bound = max(floor * unit, own, margin * moved.get(key, 0.0))
             if key not in judged or _share(difference, bound) > _share(*judged[key]):
                 judged[key] = difference, bound
     ordered = sorted(judged.values(), key=lambda pair: -_share(*pair))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.precision import cast, wide
+from shardwise.graph.precision import cast, eps_of, wide
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import local_size, normal_dim, operand_positions, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rank_of, single
@@ -118,7 +118,7 @@ def rms_norm(
 ) -> Tensor:
     dims = tuple(range(input.dim() - len(normalized_shape), input.dim()))
     x = wide(input)
-    small = torch.finfo(x.dtype).eps if eps is None else eps
+    small = eps_of(x) if eps is None else eps
     scale = (x.square().sum(dims, keepdim=True) / count_of(x, dims) + small).rsqrt()
     result = x * scale
     return cast(result if weight is None else result * weight, input.dtype)
