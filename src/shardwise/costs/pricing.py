@@ -251,8 +251,9 @@ class Router:
     """Moves between layouts: the cheapest in seconds on a described cluster.
 
     ``atoms``: of the values that the search knows, ``parameters``: those among them that are parameters. What has no
-    node among ``Routes`` (parts of an axis that are treated differently, dims whose atoms do not nest) takes the path that ``redistribute`` finds, by the same seconds. ``known``: the routes so far of routers with the same
-    axes, links and buckets.
+    node among ``Routes`` (parts of an axis that are treated differently, dims whose atoms do not nest) takes the path
+    that ``redistribute`` finds, by the same seconds. ``known``: the routes so far of routers with the same axes, links
+    and buckets.
     """
 
     def __init__(
@@ -269,8 +270,8 @@ class Router:
     def routes(
         self, value: Value, atoms: Atoms, *, is_parameter: bool = False, keyed: str = "", partial: str = "P"
     ) -> Routes:
-        """Return the layouts of a kind of value and the routes between them. ``keyed``, ``partial``: its states of these
-        kinds (``RouteTensor``)."""
+        """Return the layouts of a kind of value and the routes between them. ``keyed``, ``partial``: as in
+        ``RouteTensor``."""
         tensor = RouteTensor(atoms, value.dtype.itemsize, value.requires_grad, value.grad_itemsize, keyed, partial)
         routes = self.known.get((tensor, is_parameter))
         if routes is None:

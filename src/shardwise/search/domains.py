@@ -47,7 +47,6 @@ from shardwise.search.elimination import Elimination, Shape
 from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.user_strategies import num_blockers
 
-
 COMBINED = frozenset(REDUCTION_STATES) - {"sum"}  # kinds of factors whose parts are combined by another operation
 
 
