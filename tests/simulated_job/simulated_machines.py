@@ -252,7 +252,9 @@ class Selector:
         if not self._keys:
             simulation.sleep(seconds)
             return []
-        ready = set(map(id, simulation.wait((files[number] for number in self._keys), seconds)))
+        ready = set(map(id, simulation.wait([files[number] for number in self._keys], seconds)))
+        if not ready:
+            return []
         return [(key, 1) for number, key in list(self._keys.items()) if id(files[number]) in ready]
 
     def close(self) -> None:
@@ -281,13 +283,18 @@ class Cluster:
 
     @property
     def here(self) -> Machine:
-        machine: Machine = self.wire.process.machine
+        task = self.simulation.current
+        assert task is not None
+        machine: Machine = task.process.machine
         return machine
 
     # -- the modules of the standard library, as the launcher sees them ----------------------------------------------
 
     def monotonic(self) -> float:
-        return self.simulation.clock() + self.here.booted
+        task = self.simulation.current
+        assert task is not None
+        booted: float = task.process.machine.booted
+        return self.simulation.now + task.owed + booted
 
     def times(self) -> SimpleNamespace:
         return SimpleNamespace(

@@ -19,6 +19,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.runtime import agree, communicator
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.rank_tree import RankValues
 from shardwise.train import manifest
 from shardwise.train.files import CheckpointReader
 from shardwise.train.manifest import Chunk, DataFile, Manifest, StoredTensor
@@ -143,10 +144,11 @@ class SimulatedStart(SimulatedTraining):
         both = super().replaced()
         dist = next(new for module, name, new in both if module is agree and name == "dist")
         timeout = next(new for module, name, new in both if module is agree and name == "group_timeout")
-        parse = lru_cache(maxsize=None)(manifest.parse_manifest)  # all ranks read the same texts
+        # Ranks read the same texts and receive the same bytes. Each would compute from them what others have computed.
+        parse, unpacked = (lru_cache(4096)(of) for of in (manifest.parse_manifest, RankValues.unpacked))
         return [
             *both, (communicator, "dist", dist), (communicator, "group_timeout", timeout),
-            (manifest, "parse_manifest", parse),
+            (manifest, "parse_manifest", parse), (RankValues, "unpacked", staticmethod(unpacked)),
         ]  # fmt: skip
 
 
