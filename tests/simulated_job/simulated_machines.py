@@ -252,6 +252,7 @@ class Selector:
         if not self._keys:
             simulation.sleep(seconds)
             return []
+        seconds = max(seconds, self._cluster.look_seconds)
         ready = set(map(id, simulation.wait([files[number] for number in self._keys], seconds)))
         if not ready:
             return []
@@ -262,7 +263,8 @@ class Selector:
 
 
 class Cluster:
-    """Machines of one job. ``script``: what every rank runs; ``ranks``: all that were ever started."""
+    """Machines of one job. ``script``: what every rank runs; ``ranks``: all that were ever started; ``look_seconds``:
+    between looks of a launcher at its ranks, at least."""
 
     def __init__(self, simulation: Simulation, num_machines: int, network: Network, script: Script) -> None:
         self.simulation, self.script = simulation, script
@@ -270,6 +272,7 @@ class Cluster:
         self.machines = [Machine(self, node) for node in range(num_machines)]
         self._at = {machine.address: machine for machine in self.machines}
         self.ranks: list[RankHere] = []
+        self.look_seconds = 0.0
         self.pages: dict[str, Page] = {}
         self.parked: dict[tuple[str, int], Waiting] = {}  # by the file that they wait for, and machine
         self.on_rank_end: list[Callable[[RankHere], None]] = []

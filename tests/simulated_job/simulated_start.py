@@ -37,7 +37,8 @@ _SPLIT_SECONDS = 0.5  # of NCCL, on top of its messages
 class Start:
     """What is done at the start. ``capture_seconds``, ``program_bytes``: of rank 0, and of what it sends to all; of a
     model of 32 blocks the two are about 20 s and 10 MB. ``file_seconds``, ``folder_bytes_per_second``: for each request
-    of the metadata server that all share (100,000 a second), and from all its servers together."""
+    of the metadata server that all share (100,000 a second), and from all its servers together. ``look_seconds``:
+    between looks of launchers at their ranks, which nothing in a start depends on: 0.05 takes a third more time."""
 
     mesh: Mesh
     training: Training
@@ -46,6 +47,7 @@ class Start:
     program_bytes: float = 1e7
     file_seconds: float = 1e-5
     folder_bytes_per_second: float = 5e10
+    look_seconds: float = 0.5
 
 
 class SimulatedStart(SimulatedTraining):
@@ -54,6 +56,7 @@ class SimulatedStart(SimulatedTraining):
     def __init__(self, worlds: Any, start: Start) -> None:
         super().__init__(worlds, start.training)
         self.start, self.began = start, dict[str, float]()
+        self.cluster.look_seconds = start.look_seconds
         self.place = Placement.whole(start.mesh)
         self.texts = manifest_of(self.place, start.num_tensors)
         self._served = 0.0
