@@ -260,9 +260,7 @@ class Peers:
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
         values, plain = state.values, dict(state.plain)
         if not self.is_local:  # any machine's notes must be enough
-            everywhere = (
-                rank_tree().gather(plain) if self.num_ranks > 1 else [plain]
-            )  # on the host, beside a GPU's work
+            everywhere = rank_tree().gather(plain) if self.num_ranks > 1 else [plain]  # on the host, beside GPUs
             plain = {name: kept for rank_states in everywhere for name, kept in rank_states.items()}
         elif self.rank:
             values = {}
