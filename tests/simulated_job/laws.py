@@ -1,7 +1,8 @@
 """What launchers and ranks do by size, as a table: ``python -m simulated_job.laws 8 64 512 2048``.
 
 One rank of each job of the first table is killed. The launchers' part and the start up to the first step run at every
-size; what ranks send, open and write (start, four steps, two checkpoints) up to 16 machines.
+size; what ranks send, open and write (start, four steps, two checkpoints) up to 16 machines. ``start 2048`` prints the
+table of starts alone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.layouts.mesh import Mesh
@@ -62,18 +64,25 @@ def ranks(machines: int) -> Counter[str]:
         return Counter({name: round(number / setting.num_ranks) for name, number in total.items()})
 
 
-def main() -> None:
-    sizes = [int(text) for text in sys.argv[1:]] or [8, 64, 512, 2048]
-    names = ["launchers", "ranks", "messages of a launcher", "bytes it receives", "cores of the head"]
-    names += ["seconds until all ranks have met", "seconds from a lost rank to the next step"]
-    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    for machines in sizes:
-        print(launchers(machines), flush=True)
+def print_starts(sizes: Sequence[int]) -> None:
     names = ["ranks", "have met", "programs", "groups", "manifest", "first step", "messages", "connections"]
     names += ["store requests", "files read", "bytes of the largest"]
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     for machines in sizes:
         print(start(machines), flush=True)
+
+
+def main() -> None:
+    sizes = [int(text) for text in sys.argv[1:] if text != "start"] or [8, 64, 512, 2048]
+    if "start" in sys.argv:
+        print_starts(sizes)
+        return
+    names = ["launchers", "ranks", "messages of a launcher", "bytes it receives", "cores of the head"]
+    names += ["seconds until all ranks have met", "seconds from a lost rank to the next step"]
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    for machines in sizes:
+        print(launchers(machines), flush=True)
+    print_starts(sizes)
     print("| ranks | messages | connections of groups | file operations | store requests |\n|---|---|---|---|---|")
     for machines in (1, 2, 4, 8, 16):
         if machines <= min(max(sizes), _MOST_MACHINES):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.garbage_collector import with_rare_gc
 from shardwise.launch.elastic import GenerationRunner
 from shardwise.launch.job import Job
 from shardwise.launch.node_agent import GenerationStart, NodeAgent
@@ -70,6 +71,7 @@ class SimulatedJob:
             else self.training.script
         )
         self.machines = self.cluster.machines
+        self.running = set[int]()  # machines with a launcher
         self.culprits: list[tuple[float, str]] = []  # injected faults: when, who
 
     # -- faults ------------------------------------------------------------------------------------------------------
@@ -135,11 +137,14 @@ class SimulatedJob:
         machine = self.machines[node]
         machine.powered, machine.code = True, None
         machine.launcher = Process(machine, f"launcher {node}")
+        machine.launcher.at_end.append(lambda: self.running.discard(node))
+        self.running.add(node)
         self.simulation.start(machine.launcher, lambda: self._launch(machine), seconds)
 
     def run(self, starts_within: float = 0.5) -> SimulatedJob:
         """Start all launchers within some seconds, and run until each has ended."""
-        with self.cluster.in_place(() if self.training is None else self.training.replaced()):
+        replaced = () if self.training is None else self.training.replaced()
+        with with_rare_gc(), self.cluster.in_place(replaced):
             try:
                 for machine in self.machines:
                     self.start_machine(machine.node, self.simulation.random.uniform(0, starts_within))
@@ -150,7 +155,7 @@ class SimulatedJob:
         return self
 
     def is_over(self) -> bool:
-        return not any(machine.launcher and machine.launcher.alive for machine in self.machines)
+        return not self.running
 
     def _launch(self, machine: Machine) -> None:
         """Do what ``launcher.launch`` does for an elastic job on several machines."""

@@ -252,7 +252,10 @@ class Selector:
         if not self._keys:
             simulation.sleep(seconds)
             return []
-        ready = set(map(id, simulation.wait((files[number] for number in self._keys), seconds)))
+        seconds = max(seconds, self._cluster.look_seconds)
+        ready = set(map(id, simulation.wait([files[number] for number in self._keys], seconds)))
+        if not ready:
+            return []
         return [(key, 1) for number, key in list(self._keys.items()) if id(files[number]) in ready]
 
     def close(self) -> None:
@@ -260,7 +263,8 @@ class Selector:
 
 
 class Cluster:
-    """Machines of one job. ``script``: what every rank runs; ``ranks``: all that were ever started."""
+    """Machines of one job. ``script``: what every rank runs; ``ranks``: all that were ever started; ``look_seconds``:
+    between looks of a launcher at its ranks, at least."""
 
     def __init__(self, simulation: Simulation, num_machines: int, network: Network, script: Script) -> None:
         self.simulation, self.script = simulation, script
@@ -268,6 +272,7 @@ class Cluster:
         self.machines = [Machine(self, node) for node in range(num_machines)]
         self._at = {machine.address: machine for machine in self.machines}
         self.ranks: list[RankHere] = []
+        self.look_seconds = 0.0
         self.pages: dict[str, Page] = {}
         self.parked: dict[tuple[str, int], Waiting] = {}  # by the file that they wait for, and machine
         self.on_rank_end: list[Callable[[RankHere], None]] = []
@@ -281,13 +286,18 @@ class Cluster:
 
     @property
     def here(self) -> Machine:
-        machine: Machine = self.wire.process.machine
+        task = self.simulation.current
+        assert task is not None
+        machine: Machine = task.process.machine
         return machine
 
     # -- the modules of the standard library, as the launcher sees them ----------------------------------------------
 
     def monotonic(self) -> float:
-        return self.simulation.clock() + self.here.booted
+        task = self.simulation.current
+        assert task is not None
+        booted: float = task.process.machine.booted
+        return self.simulation.now + task.owed + booted
 
     def times(self) -> SimpleNamespace:
         return SimpleNamespace(

@@ -112,7 +112,7 @@ class Simulation:
             heapq.heappush(self._queue, (until, next(self._order), task, task.turn))
         has_grad = torch.is_grad_enabled()  # of a thread for PyTorch, so here of a task
         self._hub.switch()
-        torch.set_grad_enabled(has_grad)
+        _set_grad_enabled(has_grad)
         if self._closed:
             raise GreenletExit
 
@@ -173,7 +173,7 @@ class Simulation:
             elif what.turn == turn and what.alive and what.process.alive:
                 self.current = what
                 what.greenlet.switch()
-                torch.set_grad_enabled(True)
+                _set_grad_enabled(True)
                 self.current = None
             if self.errors:
                 raise SimulationError(self.errors[0])
@@ -192,6 +192,11 @@ class Simulation:
                 torch.set_grad_enabled(True)
         self._tasks.clear()
         self.current = None
+
+
+def _set_grad_enabled(is_enabled: bool) -> None:
+    if torch.is_grad_enabled() != is_enabled:
+        torch.set_grad_enabled(is_enabled)
 
 
 class Lock:

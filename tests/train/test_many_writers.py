@@ -22,6 +22,7 @@ from shardwise.train import sharing
 from shardwise.train.files import CheckpointReader, StagedFile
 from shardwise.train.manifest import Cover, Manifest, StoredTensor, read_manifest
 from shardwise.train.parts import TensorPart
+from shardwise.train.peers import assign_keepers
 from shardwise.train.saving import SaveJob, _save, make_room
 from shardwise.train.sharing import Writers, describe_parts
 from shardwise.train.stores import Folder, folder_of
@@ -221,7 +222,7 @@ def test_what_only_some_ranks_of_a_placement_hold_is_written_by_these(holders: t
 
 
 def test_what_a_rank_computes_does_not_grow_with_the_number_of_ranks() -> None:
-    def pieces(mesh: sw.Mesh) -> int:
+    def pieces(mesh: sw.Mesh) -> tuple[int, list[tuple[int, int]]]:
         layouts = layouts_of(
             mesh, **{f"w{i}": "[65536@(dp,tp), 8]" for i in range(20)}, **{f"b{i}": "[64]" for i in range(20)}
         )
@@ -231,6 +232,8 @@ def test_what_a_rank_computes_does_not_grow_with_the_number_of_ranks() -> None:
         }
         offers = describe_parts(parts)
         writers = Writers([offers] * mesh.num_devices)
-        return sum(len(file.pieces) for rank in (1, mesh.num_devices - 1) for file in writers.files_of(rank))
+        copies = assign_keepers(writers, [rank // 8 for rank in range(mesh.num_devices)], 9)
+        written = sum(len(file.pieces) for rank in (1, mesh.num_devices - 1) for file in writers.files_of(rank))
+        return written, [(copy.writer, copy.keeper) for copy in copies]
 
-    assert pieces(sw.Mesh(dp=8, tp=8)) == pieces(sw.Mesh(dp=2048, tp=8)) == 40
+    assert pieces(sw.Mesh(dp=8, tp=8)) == pieces(sw.Mesh(dp=2048, tp=8)) == (40, [(1, 9), (9, 17)])

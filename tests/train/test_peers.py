@@ -20,7 +20,8 @@ from raising import raises
 from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.train.checkpoints import assign_writers
 from shardwise.train.parts import random_part, state_of
-from shardwise.train.peers import Peers, assign_keepers
+from shardwise.train.peers import Mirrored, Peers, assign_keepers
+from shardwise.train.sharing import Writers
 from train.elastic_run import data
 from train.runs import batch, make
 
@@ -97,6 +98,15 @@ def test_a_machine_is_lost_with_its_memory(
     check_equal(lost, whole)
 
 
+def _mirrors(writers: Writers, machine_of: list[int]) -> list[Mirrored]:
+    """Return the files of all writers, which their keepers know as well."""
+    of_ranks = [assign_keepers(writers, machine_of, rank) for rank in range(len(machine_of))]
+    written = [mirror for rank, of in enumerate(of_ranks) for mirror in of if mirror.writer == rank]
+    kept = [mirror for rank, of in enumerate(of_ranks) for mirror in of if mirror.keeper == rank]
+    assert sorted(written, key=str) == sorted(kept, key=str)
+    return written
+
+
 def shares(folder: str) -> list[list[tuple[int, int, bool, int]]]:
     """(writer, keeper, whether it is sent, bytes) of every file, with copies everywhere and with parts."""
     found = []
@@ -107,9 +117,9 @@ def shares(folder: str) -> list[list[tuple[int, int, bool, int]]]:
         par.step(*batch(0))
         optimizer.step()
         every = assign_writers(state_of(par, [optimizer], dist.get_rank()))
-        files = assign_keepers(every.writers, [0, 1, 2])
+        files = _mirrors(every.writers, [0, 1, 2])
         found.append([(one.writer, one.keeper, one.is_sent, one.file.num_bytes) for one in files])
-        together = assign_keepers(every.writers, [0, 0, 2])
+        together = _mirrors(every.writers, [0, 0, 2])
         assert all({0: 0, 1: 0, 2: 2}[one.writer] != {0: 0, 1: 0, 2: 2}[one.keeper] for one in together)
         assert sum(one.file.num_bytes for one in together) == sum(one.file.num_bytes for one in files)
     return found

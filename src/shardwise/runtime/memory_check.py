@@ -4,6 +4,7 @@ GPU held if it had none."""
 from __future__ import annotations
 
 import platform
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -53,8 +54,10 @@ def _states_on_host(plan: Plan, trainable: Collection[str]) -> int:
 
 def _check_host(ranks: Sequence[tuple[str, int, int]]) -> None:
     """``ranks``: (machine, bytes that it has, bytes of states there) of every rank."""
-    for machine in dict.fromkeys(machine for machine, *_ in ranks):
-        here = [(room, size) for other, room, size in ranks if other == machine]
+    by_machine: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for machine, room, size in ranks:
+        by_machine[machine].append((room, size))
+    for machine, here in by_machine.items():
         room, needed = min(room for room, _ in here), sum(size for _, size in here)
         if needed > room:
             what = (

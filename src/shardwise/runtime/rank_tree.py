@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,9 +46,10 @@ class RankTree:
         values = RankValues.of(value)
         for group in self._groups:
             values = RankValues.joined([RankValues.unpacked(part) for part in group.gather(values.packed())])
+        content = values.packed()
         for group in reversed(self._groups[: self._num_led * to_all]):
-            values = RankValues.unpacked(group.from_first(values.packed()))
-        return values.by_rank()
+            content = group.from_first(content)
+        return RankValues.unpacked(content).by_rank
 
     def largest(self, row: torch.Tensor, wait: Callable[[Any], None]) -> torch.Tensor:
         """Return the largest value of each column of the ranks' rows, in ``row``. Collective. ``wait``: waits for a
@@ -89,6 +91,7 @@ class RankValues:
         contents, which = pickle.loads(content)
         return RankValues(contents, array("I", zlib.decompress(which)).tolist())
 
+    @cached_property
     def by_rank(self) -> list[Any]:
         values = list(map(pickle.loads, self.contents))
         return [values[index] for index in self.which]

@@ -11,8 +11,9 @@ in between). A file is valid only while its *note* exists, which is deleted befo
 whenever ranks or a machine are lost, one slot is complete on the remaining machines.
 
 ==============================  ====================================================================
-``NUMBER/tensors.json``         a checkpoint's manifest, without values: which file has which elements
-``NUMBER/NAME-SLOT``            a file of the manifest, written by a rank of this machine
+``NUMBER/tensors.json``         a checkpoint's manifest, without files
+``NUMBER/NAME.json``            its part for one file of this machine: which elements that has
+``NUMBER/NAME-SLOT``            the file, written by a rank of this machine
 ``NUMBER/NAME-SLOT.copy``       the copy of a file of a rank on another machine
 ``NUMBER/NAME-SLOT.note``       marks the file (``.copy.note``: the copy) complete, with the step and values
 ==============================  ====================================================================
@@ -33,6 +34,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,12 @@ from shardwise.runtime.rank_tree import SmallGroup
 from shardwise.train.checkpoints import assign_writers
 from shardwise.train.files import CheckpointReader, StagedFile
 from shardwise.train.local_folder import LocalFolder
-from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
+from shardwise.train.manifest import DataFile, Manifest, parse_manifest
 from shardwise.train.parts import TrainingState
 from shardwise.train.sharing import PlannedFile, WritePiece, Writers, file_of, stored_in
 
-_TENSORS, _NOTE, _COPY, _FETCHED = "tensors.json", ".note", ".copy", ".fetched"
+_TENSORS, _PART, _NOTE, _COPY, _FETCHED = "tensors.json", ".json", ".note", ".copy", ".fetched"
+_BLOCK_BYTES = 2**30  # the most that a manifest allows: nothing here is verified by block
 _NUM_SLOTS = 2
 _NO_KEEPER = -1
 
@@ -79,12 +82,13 @@ class PeerCopy:
 @dataclass(frozen=True, slots=True)
 class Mirrored:
     """A file of the ``writer`` rank, copied by the ``keeper`` on another machine. ``is_sent``: whether it must be sent,
-    because the keeper does not hold its elements."""
+    because the keeper does not hold its elements; ``tag``: of the message, which no other has between the two."""
 
     file: PlannedFile
     writer: int
     keeper: int
     is_sent: bool
+    tag: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,8 @@ class Peers:
     how: PeerCopy
     is_local: bool = False
     between_machines: bool = False
-    mirrored: Sequence[Mirrored] = ()
+    mirrored: Sequence[Mirrored] = ()  # that this rank writes or keeps
+    num_files: int = 0  # of all ranks
     staged: dict[Path, StagedFile] = field(default_factory=dict)
     registered: list[torch.Tensor] = field(default_factory=list)  # memory of ``staged``, for copies from a GPU
     under_way: _Background | None = None  # the copies of the latest step
@@ -163,7 +168,8 @@ class Peers:
         if refused := next((text for *_, text in places if text), ""):
             what = f"copies of the state cannot be kept in {self.memory}: {refused}"
             raise ShardwiseError(what, fix="give a new folder, or one to which only you may write (chmod 700)")
-        self.machine_of = [places.index(place) for place in places]  # by its first rank
+        first = dict(zip(reversed(places), reversed(range(self.num_ranks)), strict=True))
+        self.machine_of = [first[place] for place in places]  # by its first rank
         self.shares_folder, is_one = self.machine_of, len({*self.machine_of}) == 1
         self.is_idle = self.between_machines and is_one
         self.connected: dict[int, SmallGroup] = {}  # rank -> the group with it, for what it keeps or has kept for it
@@ -179,23 +185,16 @@ class Peers:
         """Set up new files after the tensors of a rank changed. Return an error text if a rank has no memory."""
         shares = assign_writers(state)
         if self.is_local:
-            self.mirrored = [
-                Mirrored(file, rank, _NO_KEEPER, False)
-                for rank in range(self.num_ranks)
-                for file in shares.writers.files_of(rank)
-            ]
+            files = shares.writers.files_of(self.rank)
+            self.mirrored = [Mirrored(file, self.rank, _NO_KEEPER, False) for file in files]
         else:
-            self.mirrored = assign_keepers(shares.writers, self.machine_of)
+            self.mirrored = assign_keepers(shares.writers, self.machine_of, self.rank)
+        self.num_files = sum(gather_values(sum(mirror.writer == self.rank for mirror in self.mirrored)))
         self.connected = connect_pairs((mirror.writer, mirror.keeper) for mirror in self.mirrored if mirror.is_sent)
-        every = [[mirror.file for mirror in self.mirrored if mirror.writer == rank] for rank in range(self.num_ranks)]
-        manifest = Manifest(
+        common = Manifest(
             num_ranks=self.num_ranks,
-            files={
-                file.name: DataFile(0, file.num_bytes, "00000000" * -(-file.num_bytes // BLOCK_BYTES))
-                for part in every
-                for file in part
-            },
-            tensors=shares.writers.tensors() | stored_in(file for part in every for file in part),
+            block_bytes=_BLOCK_BYTES,
+            tensors=shares.writers.tensors(),
             tied=shares.model_names(),
             values={"names": shares.names},
         )
@@ -208,6 +207,7 @@ class Peers:
         try:
             self.folder.mkdir(exist_ok=True)
             for mirror in self.mirrored:
+                self._write_part(mirror)
                 for slot in range(_NUM_SLOTS):
                     for copy in (False, True):
                         if self.rank == (mirror.keeper if copy else mirror.writer):
@@ -219,7 +219,7 @@ class Peers:
                                 if not refused:
                                     self.registered.append(memory)
             if self.shares_folder[self.rank] == self.rank:
-                _write(self.folder / _TENSORS, manifest.to_text())
+                _write(self.folder / _TENSORS, common.to_text())
         except OSError as error:
             fault = str(error)
         faults, refusals = zip(*gather_values((fault, refused)), strict=True)
@@ -227,6 +227,16 @@ class Peers:
             what = f"the host waits for the copies of each state: their memory cannot be pinned ({text})"
             warn_user(f"{what}; raise the limit of locked memory (ulimit -l)", PlanWarning)
         return next(filter(None, faults), "")
+
+    def _write_part(self, mirror: Mirrored) -> None:
+        """Write which elements a file has, once for each machine that has it."""
+        if self.rank == mirror.writer or self.shares_folder[mirror.writer] != self.shares_folder[self.rank]:
+            size = mirror.file.num_bytes
+            files = {mirror.file.name: DataFile(0, size, "00000000" * -(-size // _BLOCK_BYTES))}
+            part = Manifest(
+                num_ranks=self.num_ranks, block_bytes=_BLOCK_BYTES, files=files, tensors=stored_in([mirror.file])
+            )
+            _write(self.folder / f"{mirror.file.name}{_PART}", part.to_text())
 
     def land(self) -> None:
         """Wait for the copies of the previous step, before the ranks synchronize. Raises CollectiveError if one does
@@ -250,13 +260,11 @@ class Peers:
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
         values, plain = state.values, dict(state.plain)
         if not self.is_local:  # any machine's notes must be enough
-            everywhere = (
-                rank_tree().gather(plain) if self.num_ranks > 1 else [plain]
-            )  # on the host, beside a GPU's work
+            everywhere = rank_tree().gather(plain) if self.num_ranks > 1 else [plain]  # on the host, beside GPUs
             plain = {name: kept for rank_states in everywhere for name, kept in rank_states.items()}
         elif self.rank:
             values = {}
-        note = {"step": step, "checked": checked, "of": len(self.mirrored), "values": values, "plain": plain}
+        note = {"step": step, "checked": checked, "of": self.num_files, "values": values, "plain": plain}
         text = json.dumps(note)
         filled: list[Path] = []
         for mirror in self.mirrored:
@@ -268,12 +276,12 @@ class Peers:
                         self.staged[path].fill(state.parts)
                         filled.append(path)
         transfers: list[_Transfer] = []
-        for tag, mirror in enumerate(self.mirrored):
+        for mirror in self.mirrored:
             if mirror.is_sent and mirror.writer == self.rank:
-                transfers.append(_Transfer(self.staged[self._path(mirror, slot)].buffer, mirror.keeper, tag))
+                transfers.append(_Transfer(self.staged[self._path(mirror, slot)].buffer, mirror.keeper, mirror.tag))
             elif mirror.is_sent and mirror.keeper == self.rank:
                 path = self._path(mirror, slot, copy=True)
-                transfers.append(_Transfer(self.staged[path].buffer, mirror.writer, tag, _note(path)))
+                transfers.append(_Transfer(self.staged[path].buffer, mirror.writer, mirror.tag, _note(path)))
         self.filled += self.filled < _NUM_SLOTS
         device = next((part.tensor.device for part in state.parts.values() if part.tensor.is_cuda), None)
         if device is not None:
@@ -355,10 +363,10 @@ class Peers:
         seen: dict[tuple[int, int, int], dict[str, int]] = defaultdict(dict)
         least: dict[tuple[int, int, int], tuple[int, int]] = {}
         for rank, notes in enumerate(gather_values(self._notes())):
-            for number, slot, file, step, checked, count in notes:
+            for number, slot, file, step, checked, num_files in notes:
                 seen[step, number, slot].setdefault(file, rank)
-                lowest, _ = least.get((step, number, slot), (checked, count))
-                least[step, number, slot] = (min(lowest, checked), count)
+                lowest, _ = least.get((step, number, slot), (checked, num_files))
+                least[step, number, slot] = (min(lowest, checked), num_files)
         whole = [key for key, files in seen.items() if len(files) == least[key][1]]
         return [
             SurvivingState(step, number, slot, least[step, number, slot][0], seen[step, number, slot])
@@ -377,10 +385,11 @@ class Peers:
     def manifest(self, kept: SurvivingState) -> Manifest:
         """Return the manifest of a state, from a machine that has it. Collective. Raises ShardwiseError if none has."""
         found = [content for content in gather_values(self._content(kept)) if content is not None]
-        if not found:
+        parts = {file: part for have in gather_values(self._parts(kept)) for file, part in have.items()}
+        if not found or kept.where.keys() - parts:
             what = f"no machine has the manifest of step {kept.step} ({min(kept.where)} and its other files)"
             raise ShardwiseError(what)
-        manifest, values, plain = found[0][0], dict[str, Any](), dict[str, Any]()
+        manifest, values, plain = found[0][0].with_parts(parts), dict[str, Any](), dict[str, Any]()
         for _, notes in found:
             for note in notes:
                 values |= note["values"]
@@ -398,6 +407,15 @@ class Peers:
             with contextlib.suppress(OSError, ShardwiseError):
                 return parse_manifest((folder / _TENSORS).read_text()), notes
         return None
+
+    def _parts(self, kept: SurvivingState) -> dict[str, Manifest]:
+        """Return the manifest's parts for the files that are taken from this machine, on its first rank."""
+        parts: dict[str, Manifest] = {}
+        for file, rank in kept.where.items() if self.shares_folder[self.rank] == self.rank else ():
+            if self.shares_folder[rank] == self.rank:
+                with contextlib.suppress(OSError, ShardwiseError):
+                    parts[file] = parse_manifest((self.memory / str(kept.number) / f"{file}{_PART}").read_text())
+        return parts
 
     def forget_after(self, step: int) -> None:
         """Delete the notes of states after ``step``, from which training continues, and the fetched files."""
@@ -456,44 +474,41 @@ class PeerReader(CheckpointReader):
         gather_values(None)  # a barrier: the other ranks of this machine read what its first rank fetched
 
 
-def assign_keepers(writers: Writers, machine_of: Sequence[int]) -> list[Mirrored]:
-    """Split the files of every rank so that each has one keeper on another machine: of the ranks that hold all of it,
-    the one that keeps least so far; else the corresponding rank of the next machine."""
-    holders: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
-    for rank in range(len(machine_of)):
-        for name, boxes in writers.boxes_of(rank):
-            holders[name] += [(rank, offsets, sizes) for offsets, sizes in boxes]
-    machines = sorted({*machine_of})
-    ranks_of = [[rank for rank, machine in enumerate(machine_of) if machine == number] for number in machines]
-    keeps = [0] * len(machine_of)
+def assign_keepers(writers: Writers, machine_of: Sequence[int], rank: int) -> list[Mirrored]:
+    """Return the files that a rank writes or keeps. Those of each writer are split so that each file has one keeper on
+    another machine: of the ranks that hold all of it, if there are some, else of all ranks (``_keepers``)."""
+    everyone = tuple(range(len(machine_of)))
+    keepers_of = {ranks: _keepers(ranks, machine_of) for ranks in {everyone, *writers.held_by(rank)}}
+    kept = {writer for keepers in keepers_of.values() for writer, keeper in keepers.items() if keeper == rank}
     mirrors: list[Mirrored] = []
-    for writer in range(len(machine_of)):
-        at = machines.index(machine_of[writer])
-        after = ranks_of[(at + 1) % len(machines)]
-        successor = after[ranks_of[at].index(writer) % len(after)]
+    for writer in sorted({rank, *kept}):
+        holders, numbers = dict(writers.pieces_of(writer)), count()
         for file in writers.files_of(writer):
             groups: dict[tuple[int, bool], list[WritePiece]] = defaultdict(list)
             for _, piece in file.pieces:
-                others = [
-                    rank
-                    for rank, offsets, sizes in holders[piece.name]
-                    if machine_of[rank] != machine_of[writer] and _within(piece, offsets, sizes)
-                ]
-                keeper = min(others, key=keeps.__getitem__) if others else successor
-                keeps[keeper] += piece.num_bytes
-                groups[keeper, not others].append(piece)
+                ranks = holders[piece]
+                if ranks not in keepers_of:
+                    keepers_of[ranks] = _keepers(ranks, machine_of)
+                keepers = keepers_of[ranks]
+                groups[(keepers or keepers_of[everyone])[writer], not keepers].append(piece)
             base = file.name.removesuffix(".safetensors")
             for (keeper, is_sent), pieces in groups.items():
                 named = f"{base}-for-{keeper:05}{'-sent' * is_sent}.safetensors"
-                mirrors.append(Mirrored(file_of(named, pieces), writer, keeper, is_sent))
+                tag = 2 * next(numbers) + (writer < keeper)  # two ranks may keep copies of each other
+                if rank in (writer, keeper):
+                    mirrors.append(Mirrored(file_of(named, pieces), writer, keeper, is_sent, tag))
     return mirrors
 
 
-def _within(piece: WritePiece, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
-    return all(
-        start <= offset and offset + size <= start + whole
-        for offset, size, start, whole in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)
-    )
+def _keepers(ranks: Sequence[int], machine_of: Sequence[int]) -> dict[int, int]:
+    """Return, for each of some ranks, the corresponding one of the next machine that has some; {} if one has all. So a
+    rank finds those that it keeps without looking at what other ranks hold."""
+    by_machine: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_machine[machine_of[rank]].append(rank)
+    machines = list(by_machine.values())
+    pairs = zip(machines, [*machines[1:], machines[0]], strict=True) if len(machines) > 1 else ()
+    return {rank: after[at % len(after)] for here, after in pairs for at, rank in enumerate(here)}
 
 
 def _map(path: Path, num_bytes: int) -> torch.Tensor:

@@ -160,25 +160,30 @@ class Writers:
 
     def files_of(self, rank: int) -> list[PlannedFile]:
         """Return the files that a rank writes."""
-        shared: dict[tuple[int, ...], list[WritePiece]] = defaultdict(list)  # by the ranks that hold them
-        written: list[WritePiece] = []
+        return _files(rank, len(self.offers), [piece for piece, _ in self.pieces_of(rank)])
+
+    def pieces_of(self, rank: int) -> list[tuple[WritePiece, tuple[int, ...]]]:
+        """Return what a rank writes, each piece with the ranks that hold it."""
+        return [
+            (piece, ranks)
+            for ranks, pieces in self.held_by(rank).items()
+            for piece in _share_of(pieces, ranks.index(rank), len(ranks))
+        ]
+
+    def held_by(self, rank: int) -> dict[tuple[int, ...], list[WritePiece]]:
+        """Return what a rank holds, by the ranks that hold the same. Its generators are its own."""
+        shared: dict[tuple[int, ...], list[WritePiece]] = defaultdict(list)
         groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
         for name, dtype, shape, key in self.offers[rank]:
             if name == RANDOM:
-                written.append(WritePiece(f"{RANDOM}{rank}", DTYPES[dtype], shape, (0,) * len(shape), shape))
+                piece = WritePiece(f"{RANDOM}{rank}", DTYPES[dtype], shape, (0,) * len(shape), shape)
+                shared[rank,].append(piece)
                 continue
             held = self._held[name][key]
             for offsets, sizes in self._boxes(name, held, rank):
                 ranks = self._holders(name, held, rank, (offsets, sizes), groups)
                 shared[ranks].append(WritePiece(name, DTYPES[dtype], shape, offsets, sizes))
-        for ranks, pieces in shared.items():
-            written += _share_of(pieces, ranks.index(rank), len(ranks))
-        return _files(rank, len(self.offers), written)
-
-    def boxes_of(self, rank: int) -> list[tuple[str, list[tuple[Rows, Rows]]]]:
-        """Return (tensor, the boxes of it) of what a rank holds, without its generators."""
-        offered = ((name, self._held[name][key]) for name, _, _, key in self.offers[rank] if name != RANDOM)
-        return [(name, self._boxes(name, held, rank)) for name, held in offered]
+        return shared
 
     def _holders(
         self, name: str, held: _Held, rank: int, box: tuple[Rows, Rows], groups: dict[Any, tuple[int, ...]]
