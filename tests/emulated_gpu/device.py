@@ -8,6 +8,7 @@ of a GPU's kernels.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import threading
 import time
@@ -282,8 +283,8 @@ def _deepcopy_of(of_torch: Callable[..., Any]) -> Callable[..., Any]:
 class Options:
     """``ProcessGroupNCCL.Options``."""
 
-    def __init__(self) -> None:
-        self.is_high_priority_stream = False
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
         self._timeout = dist.default_pg_timeout
         self.split_from: Any = None
         self.split_color: int | None = None
@@ -319,11 +320,17 @@ def _replace_nccl() -> None:
         group_desc: Any = None,
     ) -> Any:
         """``dist.split_group``: one collective of all ranks; every rank gets the group that it is in."""
+        of_parent = dist.group.WORLD._get_backend(torch.device("cuda")).options
+        options = copy.deepcopy(of_parent) if pg_options is None else pg_options
+        if not isinstance(options, Options):
+            raise RuntimeError("opts not a ProcessGroupNCCL::Options.")
+        if any(options is backend.options for backend in backends):
+            raise RuntimeError("the options of another group, into which its split was written")
         splits[0] += 1
         dist.barrier(device_ids=[gpu.current_device()])
         bound, dist.group.WORLD.bound_device_id = dist.group.WORLD.bound_device_id, None
         mine = next((ranks for ranks in split_ranks if dist.get_rank() in ranks), None)
-        made = mine and dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
+        made = mine and dist.new_group(mine, timeout, pg_options=options, use_local_synchronization=True)
         dist.group.WORLD.bound_device_id = bound
         return made
 

@@ -74,6 +74,38 @@ def test_init_ranks_joins_the_group_of_the_script(run_gpu_ranks: RunRanks, tmp_p
     run_gpu_ranks(join_groups, 2, str(tmp_path))
 
 
+def split_by_urgency() -> list[tuple[int, dict[str, bool]]]:
+    """(collective splits so far, axes -> whether their stream has high priority) after each of three programs."""
+    from emulated_gpu.device import splits
+
+    splits[0] = 0
+    communicator, found = Communicator(Placement.whole(sw.Mesh(dp=2, tp=2))), []
+    sets: list[tuple[str, ...]] = [("dp",), ("tp",), ("dp", "tp")]
+    for urgent in ([("tp",)], [("tp",)], [("tp",), ("dp", "tp")]):
+        communicator.create_groups(sets, frozenset(map(frozenset, urgent)))
+        options = {"".join(axes): communicator.group(axes)._get_backend(torch.device("cuda")).options for axes in sets}
+        found.append((splits[0], {name: of.is_high_priority_stream for name, of in options.items()}))
+        assert all(of._timeout == group_timeout() for of in options.values())
+    value = torch.tensor(10.0 ** dist.get_rank(), device="cuda")
+    dist.all_reduce(value, group=communicator.group(("dp", "tp")))
+    assert value.item() == 1111.0
+    whole = [list(range(4))]
+    for refused in (object(), options["tp"]):
+        try:
+            dist.split_group(split_ranks=whole, pg_options=refused)
+        except RuntimeError:
+            continue
+        raise AssertionError("NCCL takes its own options only, and torch writes into them")
+    return found
+
+
+def test_groups_that_kernels_wait_for_have_high_priority(run_gpu_ranks: RunRanks) -> None:
+    """The job's own group stays as the script made it: a set of all ranks that is urgent gets a communicator."""
+    ordinary = {"dp": False, "tp": True, "dptp": False}
+    want = [(2, ordinary), (2, ordinary), (3, ordinary | {"dptp": True})]
+    assert run_gpu_ranks(split_by_urgency, 4) == [want] * 4
+
+
 def split_once() -> tuple[int, float, float]:
     """(collective splits of the communicator, what the sums over each axis are)"""
     from emulated_gpu.device import splits

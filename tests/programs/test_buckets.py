@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from proving import prove
 from raising import raises
 from search.small_models import Chain
 from shardwise.graph.capture import capture
+from shardwise.plans.bind import program_of
 from shardwise.programs.buckets import FIRST_BUCKET_BYTES, Bucket, fill_buckets
 from shardwise.programs.spmd import build_spmd
 from shardwise.programs.spmd_steps import Conversion
@@ -35,6 +38,22 @@ def test_gradients_over_the_same_axes_are_one_message():
     plan = sw.plan(deep(), X, 4, search="sharding_propagation")
     assert gradient_messages(plan) == [8 * LAYER_BYTES]
     assert {entry.bucket for entry in plan.conversions if entry.value.startswith("layers.")} == {1}
+
+
+def test_axes_are_urgent_whose_messages_are_mostly_of_values():
+    def urgent(axes: dict[str, int], strategies: dict[str, str], **choices: Any) -> set[str]:
+        chain = Chain(2, 128, bias=False, act=torch.tanh)
+        mesh, choices = sw.Mesh(**axes), {"strategies": strategies, **choices}
+        plan = sw.plan(chain, X, mesh.num_devices, mesh=mesh, search="sharding_propagation", **choices)
+        return {"".join(sorted(each)) for each in program_of(plan, capture(chain, (X,)).graph).urgent_axes}
+
+    both = {"layers.0": "n@tp", "layers.1": "k@tp"}
+    assert urgent({"dp": 4}, {}) == set(), "the sum of the loss, if any, is nothing beside gradients"
+    assert urgent({"tp": 2}, both) == {"tp"}
+    assert urgent({"dp": 2, "tp": 2}, both, zero=3) == {"tp"}
+    assert urgent({"dp": 2, "tp": 2}, both, bucket_bytes=0) == {"tp"}
+    # One set with both kinds: 8 rows of activations are less than the gradient of a replicated layer.
+    assert urgent({"a": 2}, {"layers.0": "n@a", "layers.1": "m@a"}) == set()
 
 
 def test_without_buckets_every_gradient_is_a_message():

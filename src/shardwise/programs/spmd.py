@@ -6,6 +6,7 @@ collectives interleave with the computation). Every tensor that the model return
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +25,7 @@ from shardwise.programs.builder import Builder, Choice
 from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
 from shardwise.programs.float8_gathers import Float8Gathers, weight_scales
 from shardwise.programs.lower import PlacedOp, lower_all
-from shardwise.programs.row_chunks import Ahead, in_chunks
+from shardwise.programs.row_chunks import SMALLEST_SHARE, Ahead, in_chunks
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.rules.rule import OpRule
 
@@ -83,6 +84,23 @@ class SpmdProgram:
     def conversions(self) -> tuple[Conversion, ...]:
         """Return all conversions in order; those that share messages are adjacent."""
         return tuple(conversion for step in self.steps for conversion in step.conversions)
+
+    @cached_property
+    def urgent_axes(self) -> frozenset[frozenset[str]]:
+        """Return the sets of sub-axes most of whose bytes are of values, which kernels wait for at once: activations
+        and their cotangents. Parameters are gathered ahead of their use, and gradients reduced behind it. A set that
+        has both has one communicator, whose messages run one after the other; the larger share decides. Sets that have
+        little, such as counts of a loss, are not urgent."""
+        balance: Counter[frozenset[str]] = Counter()
+        for conversion in self.conversions:
+            source = self.graph.source_of.get(conversion.origin)
+            is_parameter = source is not None and source.kind == "parameter"
+            if not is_parameter and conversion.op not in self.graph.op_by_name:
+                continue  # no kernel waits for what the program only delivers
+            for message in (*conversion.collectives(), *conversion.collectives(backward=True)):
+                balance[frozenset(message.axes)] += -message.num_bytes if is_parameter else message.num_bytes
+        least = max(balance.values(), default=0) // SMALLEST_SHARE
+        return frozenset(axes for axes, num_bytes in balance.items() if num_bytes > least)
 
     @cached_property
     def keyed_operators(self) -> frozenset[str]:

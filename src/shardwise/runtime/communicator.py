@@ -7,8 +7,9 @@ sizes), and booleans are sent as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -174,6 +175,7 @@ class Communicator:
         self.coordinates = place.coordinates(self.rank) if self.rank in place.ranks else {}
         self.record: list[Collective] | None = None  # set to a list to record this rank's collectives
         self._groups: dict[frozenset[str], Any] = {}
+        self._urgent: frozenset[frozenset[str]] = frozenset()  # the sets whose groups have high priority
         self._reading: RankTree | None = None  # in which all ranks meet before an output is read
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
@@ -183,7 +185,8 @@ class Communicator:
 
     def __getstate__(self) -> dict[str, Any]:  # process groups are not stored: they are created again on use
         size = dist.get_world_size()
-        return {**self.__dict__, "_groups": {}, "_reading": None, "record": None, "size": size}
+        groups: dict[str, Any] = {"_groups": {}, "_urgent": frozenset(), "_reading": None}
+        return {**self.__dict__, **groups, "record": None, "size": size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state. Raises LaunchError if the file is another rank's, or of a job of another size."""
@@ -195,22 +198,32 @@ class Communicator:
             fix = "load the file of the same rank; any rank can read checkpoints of sw.save_checkpoint"
             raise LaunchError(what, fix=fix)
 
-    def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
+    def create_groups(
+        self, axis_sets: Iterable[tuple[str, ...]], urgent: Collection[frozenset[str]] = frozenset()
+    ) -> None:
         """Create the process groups of some sets of sub-axes. Every rank of the job must call this with the same sets,
         placement after placement in the same order.
 
-        Their collectives get the time-out of the default group (torch gives new groups half an hour).
+        Their collectives get the time-out of the default group (torch gives new groups half an hour). ``urgent``: the
+        sets whose messages NCCL sends on streams of high priority (``SpmdProgram.urgent_axes``). Such a set takes a new
+        group where it has the job's, or one of an earlier program, which have none.
         """
+        if self.backend not in (None, "nccl") or backend_of() != "nccl":
+            urgent = frozenset()
         groups = {tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}
         if not self._has_all_ranks:
             groups.add(self.mesh.sub_axes)  # of those in the placement
         for axes in sorted(groups):
-            if frozenset(axes) in self._groups:
+            key = frozenset(axes)
+            is_urgent = key in urgent and key not in self._urgent
+            if key in self._groups and not is_urgent:
                 continue
-            if self.mesh.size_of(axes) == self.mesh.num_devices and self.backend is None and self._has_all_ranks:
-                self._groups[frozenset(axes)] = dist.group.WORLD
+            is_world = self.mesh.size_of(axes) == self.mesh.num_devices and self.backend is None and self._has_all_ranks
+            if is_world and not is_urgent:
+                self._groups[key] = dist.group.WORLD
                 continue
-            self._groups[frozenset(axes)] = new_groups(groups_along(self.place, axes), self.backend)
+            self._groups[key] = new_groups(groups_along(self.place, axes), self.backend, is_urgent=is_urgent)
+            self._urgent |= {key} if is_urgent else set()
 
     def create_reading_group(self) -> None:
         """Create the tree in which ranks meet to read an output; every rank of the job calls this. It carries no other
@@ -307,9 +320,10 @@ def groups_along(place: Placement, axes: tuple[str, ...]) -> tuple[tuple[int, ..
     return tuple(groups)
 
 
-def new_groups(each: Sequence[Sequence[int]], backend: str | None = None) -> Any:
+def new_groups(each: Sequence[Sequence[int]], backend: str | None = None, *, is_urgent: bool = False) -> Any:
     """Create groups without common ranks, each in ascending order, and return the one of this rank (None if it is in
-    none); all ranks of the job call this. ``backend``: if not the default's.
+    none); all ranks of the job call this. ``backend``: if not the default's; ``is_urgent``: of NCCL, with streams of
+    high priority.
 
     A rank takes part in its own group only. Where all ranks make every group, 16,384 ranks meet 2,000 times for the
     groups of eight along one axis. A communicator of NCCL that is bound to a device is split once for all of them.
@@ -318,26 +332,37 @@ def new_groups(each: Sequence[Sequence[int]], backend: str | None = None) -> Any
     rank, splits = dist.get_rank(), everyone.bound_device_id is not None and backend in (None, dist.get_backend())
     number = _next_number()
     if splits and dist.get_backend() == "nccl":
-        return dist.split_group(split_ranks=[list(members) for members in each], timeout=group_timeout())
+        ranks, options = [list(members) for members in each], _high_priority() if is_urgent else None
+        return dist.split_group(split_ranks=ranks, timeout=group_timeout(), pg_options=options)
     members = next((members for members in each if rank in members), None)
     if (backend or dist.get_backend()) == "mpi":  # which makes groups among all ranks only
         groups = [dist.new_group(list(members), timeout=group_timeout(), backend=backend) for members in each]
         return next((group for group, members in zip(groups, each, strict=True) if rank in members), None)
-    return None if members is None else group_of_members(members, f"groups-{number}/{members[0]}", backend)
+    options = _high_priority() if is_urgent else None
+    return None if members is None else group_of_members(members, f"groups-{number}/{members[0]}", backend, options)
 
 
-def group_of_members(members: Sequence[int], name: str, backend: str | None = None) -> Any:
+def _high_priority() -> Any:
+    """Return the options of a group of NCCL: those of the job, and streams of high priority. Its kernels get
+    multiprocessors ahead of queued blocks of products that run beside them. torch writes into the options of a group:
+    each needs its own."""
+    options: Any = deepcopy(dist.group.WORLD._get_backend(rank_device()).options)
+    options.is_high_priority_stream = True
+    return options
+
+
+def group_of_members(members: Sequence[int], name: str, backend: str | None = None, options: Any = None) -> Any:
     """Create a process group of some ranks, which only these call. ``name``: no other group of these ranks has it, and
-    all members give it; torch's own name counts all groups of a rank, and others may have more or fewer."""
+    all members give it; torch's own name counts all groups of a rank, and others may have more or fewer. ``options``:
+    of its backend."""
     everyone: Any = dist.group.WORLD
     device, named = everyone.bound_device_id, f"shardwise/{name}"
     # With a bound device torch splits the communicator of all ranks, in which ranks outside would have to take part.
     everyone.bound_device_id = None
     try:
         with patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: named):
-            return dist.new_group(
-                list(members), timeout=group_timeout(), backend=backend, use_local_synchronization=True
-            )
+            ranks, timeout = list(members), group_timeout()
+            return dist.new_group(ranks, timeout, backend, options, use_local_synchronization=True)
     finally:
         everyone.bound_device_id = device
 

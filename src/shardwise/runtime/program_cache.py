@@ -258,7 +258,7 @@ class ProgramCache:
 
     def create_groups(self, spmd: SpmdProgram) -> None:
         """Create the process groups of a program; every rank of the job calls it."""
-        self.ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
+        self.ranks.create_groups((move.axes for c in spmd.conversions for move in c.moves), spmd.urgent_axes)
         if self.host_ranks is not self.ranks:
             values = place_on_cpu(localize(spmd, 0), self.settings.host)[1]
             self.host_ranks.create_groups(m.axes for c in spmd.conversions if c.value in values for m in c.moves)

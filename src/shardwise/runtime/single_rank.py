@@ -7,7 +7,7 @@ part of a plan for thousands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +139,9 @@ def _without_others(rank: int, size: int) -> Iterator[None]:
 class _Alone(Communicator):
     """Communicator of a rank without others; it creates only the groups of this rank."""
 
-    def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
+    def create_groups(
+        self, axis_sets: Iterable[tuple[str, ...]], urgent: Collection[frozenset[str]] = frozenset()
+    ) -> None:
         device = self.place.device_of(self.rank)
         for axes in sorted({tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}):
             if frozenset(axes) not in self._groups:
