@@ -316,7 +316,7 @@ class Planner:
             return run_search(search.cost, self.settings.search, error.num_bytes), True
 
     def rank(self, searches: Sequence[MeshSearch]) -> CandidateRanking:
-        """Return the best candidate of searches; at a deadline, of those that were simulated, and behind it the
+        """Return the best candidate of searches; at a deadline, of those that were simulated, and after it the
         cheapest."""
         if len(self.graph.ops) > MAX_SIMULATED_OPERATORS or has_stopped():
             return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
