@@ -32,12 +32,18 @@ _deadline: ContextVar[Deadline | None] = ContextVar("deadline", default=None)
 def report_progress(what: str, done: int = 0, total: int = 0) -> None:
     """Report the current work and the amount of it that is done. Does nothing outside ``show_progress``. Raises
     OutOfTime if the deadline of the work has passed."""
-    deadline = _deadline.get()
-    if deadline is not None:
-        deadline.check()
+    check_deadline()
     listener = _listener.get()
     if listener is not None:
         listener(what, done, total)
+
+
+def check_deadline() -> None:
+    """Raise OutOfTime if the deadline of the work has passed. For loops whose items take up to seconds and are too many
+    to be reported."""
+    deadline = _deadline.get()
+    if deadline is not None:
+        deadline.check()
 
 
 def report_best(seconds: float, bound: float) -> None:
@@ -201,6 +207,12 @@ def stop_with(has_result: bool) -> None:
         raise error
     while is_interrupt and deadline is not None:
         deadline.why, deadline = "by Ctrl-C", deadline.outer
+
+
+def elapsed_share() -> float:
+    """Return the share of the time until the deadline that has passed; 0 without one."""
+    deadline = _deadline.get()
+    return 0.0 if deadline is None else (deadline.clock() - deadline.start) / deadline.seconds
 
 
 def has_stopped() -> bool:

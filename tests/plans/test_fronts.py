@@ -65,7 +65,7 @@ def test_a_stage_of_another_cut_is_searched_again_only_if_its_plan_does_not_fit_
         config, part, _, cache = searches.call_args_list[-1].args
         limit = 1e12
         searches.reset_mock()
-        planner = stage_planner.StagePlanner(config, PlanningCache(cache.vjp_cache), {})
+        planner = stage_planner.StagePlanner(config, PlanningCache(cache), {})
         alone = planner.of(part, 1, limit, None)
         assert planner.of(part, 5, limit, None) is alone
         assert searches.call_count == 1

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from raising import raises
 from runtime.staged_model import Staged, staged_batch
+from shardwise import progress
 from shardwise.costs.pipeline_simulation import StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
 from shardwise.plans import auto_stages, stage_planner
@@ -163,6 +164,11 @@ def test_settings_are_estimated_as_far_as_they_may_be_the_least_and_few_stages_c
     alike = [setting for setting, seconds in last.items() if seconds <= auto_stages.EQUAL_ESTIMATE_RATIO * least]
     assert order[0][0].stages == min(setting.stages for setting in alike)
     assert [seconds for _, seconds in order[1:]] == sorted(seconds for _, seconds in order[1:])
+    asked.clear()
+    queue = auto_stages._Queue(found, floor, cluster, (lambda one: estimate(one, 1.0, "first"), queue.estimates[1]))
+    with progress.until_deadline(10.0, lambda: 6.0 * (len(asked) > 1)):
+        assert queue.pop(refines=True, first=True)[0] in [one for _, one in asked], "there is no time for others"
+    assert len(asked) == 2
 
 
 def test_blocks_that_stages_can_not_have_evenly_are_waited_for() -> None:

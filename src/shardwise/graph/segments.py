@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
@@ -219,6 +219,7 @@ def _inside(target: Callable[..., Any], opened: Callable[[], AbstractContextMana
     return covered
 
 
+@lru_cache(maxsize=2**16)  # every memory policy, stage and short program asks for all operators
 def block_of(op: str) -> str:
     """Return the repeated block of an operator, by its name: the path up to its first number (``layers.3``), or ""."""
     parts = op.partition("/")[0].split(".")

@@ -361,7 +361,7 @@ class Planning:
         graph, settings = passes.graphs[passes.sizes[0]], replace(self.config, passes=len(passes.sizes))
         if self.request.search.mode == "data_parallel":
             _announce_repeated(graph, config.meshes[0])
-        cache = PlanningCache(self.call.vjp_cache)
+        cache = PlanningCache(self.call.cache)
         planned = choose_stage(replace(config, settings=settings), graph, config.limit, cache)
         if planned.excess(config.limit):
             assert planned.ranking is not None, "its bytes are known"
@@ -394,7 +394,7 @@ class Planning:
         if prediction is None or not prediction.simulated_seconds or not cluster.device.is_cuda:
             return prediction
         prices = Prices(Links(cluster, planned.mesh), self.request.training.optimizer, prediction.passes)
-        program = busiest_program(planned.spmd, self.call.vjp_cache)
+        program = busiest_program(planned.spmd, self.call.cache.vjp_cache)
         compiled = simulate_program(program, prices, compiled=True)
         return replace(prediction, **figures_of(compiled, "compiled_seconds"))
 

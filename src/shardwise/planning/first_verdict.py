@@ -65,7 +65,7 @@ class FirstPlan:
     def searched(self, least_seconds: float) -> StagePlan:
         """Return the best plan on this mesh under this memory policy. ``least_seconds``: a lower bound of a step."""
         graph, policy = self.passes.graphs[self.passes.sizes[0]], self.plan.memory_policy
-        planner = memory_planner(self.config, graph, self.config.limit, PlanningCache(self.call.vjp_cache))
+        planner = memory_planner(self.config, graph, self.config.limit, PlanningCache(self.call.cache))
         if self.config.parallel.recompute == "auto":
             segments, offload = planner.settings.memory_policy.segments, policy.offload
             planner = planner.under(MemoryPolicy.of(graph, segments, policy.recompute, policy.reshard_mode, offload))
@@ -154,7 +154,7 @@ def first_verdict(
 
     def with_size(size: int, model: ShortModel, *, only_fitting: bool) -> FirstVerdict:
         of_size = _config_for(config, size, count := step // size)
-        planner = memory_planner(of_size, model.graph, inf, PlanningCache(call.vjp_cache))
+        planner = memory_planner(of_size, model.graph, inf, PlanningCache(call.cache))
         parallel, limit = config.parallel, config.limit / MEMORY_MARGIN
         fixed = parallel.recompute != "auto"
         quick = quick_plan(planner, model, limit, parallel.reshard_mode, fixed=fixed, only_fitting=only_fitting)

@@ -36,10 +36,11 @@ from shardwise.plans.price_scope import figures
 from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds, format_seconds_interval
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import Schedule, schedule_of
-from shardwise.progress import STOPPED, report_best, report_progress, stop_with
+from shardwise.progress import STOPPED, elapsed_share, report_best, report_progress, stop_with
 from shardwise.rules.attention_bands import EVERYTHING, band_between, band_of
 from shardwise.search.constants import (
     EQUAL_ESTIMATE_RATIO,
+    ESTIMATING_SHARE,
     LEARNED_ESTIMATE_SHARE,
     MAX_PLANNED_OPERATORS,
     MAX_PLANNED_SETTINGS,
@@ -448,9 +449,15 @@ class _Queue:
 
         Args:
             refines: Whether to compute further estimates. If not, return the least setting as it is.
-            first: Nothing was planned yet. Of about equally fast settings, return the one that is planned fastest.
+            first: Nothing was planned yet. Of about equally fast settings, return the one that is planned fastest;
+                late before a deadline, the best of those that have had most of ``estimates``.
         """
         while True:
+            if first and elapsed_share() > ESTIMATING_SHARE:
+                item = min(self.heap, key=lambda item: (item[0], -item[3], item[1]))
+                self.heap.remove(item)
+                heapify(self.heap)
+                return self.settings[item[2]], item[1] if item[3] == len(self.estimates) else 0.0
             is_last, seconds, number, done = heappop(self.heap)
             setting = self.settings[number]
             if is_last or done == len(self.estimates) or not refines:
@@ -467,6 +474,7 @@ class _Queue:
                 continue
             self.sizes.add(size)
             try:
+                report_progress(f"estimating {setting}")
                 seconds = self.estimates[done](setting)
             except STOPPED:
                 heappush(self.heap, (is_last, seconds, number, done))

@@ -22,8 +22,8 @@ from shardwise.plans.term_suggestions import check_terms, suggesting_terms
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.time_axis import TimeSplit, split_in_time
-from shardwise.programs.vjp import VjpCache
 from shardwise.progress import STOPPED, report_best, stop_with
+from shardwise.search.planning_cache import PlanningCache
 from shardwise.untrusted_text import shorten_repr
 
 MOST_SAMPLES = 2**40  # of a step: all its divisors are looked for
@@ -114,7 +114,7 @@ def _divisors(step: int, num_devices: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Example:
     """A module with example arguments (args, kwargs), as ``sw.plan`` takes them. ``per_micro_batch``: names of terms of
-    the loss; ``heads``: as of ``capture``; ``vjp_cache``: the calls that were traced for it. Captures are cached, too:
+    the loss; ``heads``: as of ``capture``; ``cache``: what configurations of the call share. Captures are cached, too:
     they are valid while the module stays as it is."""
 
     module: torch.nn.Module
@@ -124,7 +124,7 @@ class Example:
     precision: Precision = MODELS_OWN
     per_micro_batch: tuple[str, ...] = ()
     heads: frozenset[str] | int = 1
-    vjp_cache: VjpCache = field(default_factory=VjpCache, compare=False, repr=False)
+    cache: PlanningCache = field(default_factory=PlanningCache, compare=False, repr=False)
     _captures: dict[int | None, Capture] = field(default_factory=dict, compare=False, repr=False)
     _passes: dict[Hashable, Passes] = field(default_factory=dict, compare=False, repr=False)
     _splits: dict[Hashable, TimeSplit | PlanError] = field(default_factory=dict, compare=False, repr=False)

@@ -123,7 +123,7 @@ def plan_pipeline(
         num_passes = len(passes.sizes)
         config_of_size = replace(config, settings=replace(config.settings, passes=num_passes))
         of_size = replace(template, micro_batches=num_passes)
-        planner = PipelinePlanner(config_of_size, passes, of_size, PlanningCache(call.vjp_cache))
+        planner = PipelinePlanner(config_of_size, passes, of_size, PlanningCache(call.cache))
         try:
             return planner.plan()
         except NothingFits:

@@ -44,6 +44,7 @@ from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGr
 from shardwise.search.elimination import TooWide
 from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy, ReshardMode, blocks_of, ends_of
 from shardwise.search.planner import Planner
+from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.solving import minimise
 from shardwise.search.stage_partition import StageCut
 from shardwise.search.stored_program import SearchConfig
@@ -253,7 +254,7 @@ class StageEstimator:
             self.request.meshes(stage_cluster, by_price=True),
             replace(self.settings, passes=setting.passes),
         )
-        planner = Planner.of(graph, (), stage_cluster, meshes, settings)
+        planner = Planner.of(graph, (), stage_cluster, meshes, settings, PlanningCache(self.call.cache))
         weakest = self.policies[0].recompute
         first = [policy for policy in self.policies if policy.recompute == weakest and policy.reshard_mode != "again"]
         first = first or [self.policies[0]]

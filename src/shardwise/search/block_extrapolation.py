@@ -26,7 +26,6 @@ from shardwise.costs.timeline import SimulatedStep
 from shardwise.graph.folding import Folding
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
-from shardwise.layouts.mesh import Mesh
 from shardwise.programs.builder import Choice
 from shardwise.rules.atoms import Factored
 from shardwise.search.constants import (
@@ -77,7 +76,8 @@ def shared_step(
 ) -> SimulatedStep:
     """Return the step of a choice for a short graph, under the names of its operators. Parts of a model that have other
     numbers of equal blocks share it. ``settings``: everything else that decides it."""
-    form, numbers = GraphForm.of(graph), cache.table("numbers of forms")
+    form, cache = GraphForm.of(graph), cache.call
+    numbers = cache.table("numbers of forms")
     number = numbers.setdefault(form.key, len(numbers))
     key = number, _choice_key(form, factored, choice), _policy_key(form, memory_policy), settings
     ops, step = cache.get("steps", key, lambda: (form.ops, replace(simulate(), events=())))
@@ -131,9 +131,11 @@ class FoldedSteps:
     def folding(self) -> Folding:
         return Folding.of(self.graph)
 
-    def step(self, choice: Choice, memory_policy: MemoryPolicy, mesh: Mesh, simulate: Simulate) -> SimulatedStep | None:
+    def step(
+        self, choice: Choice, memory_policy: MemoryPolicy, settings: Hashable, simulate: Simulate
+    ) -> SimulatedStep | None:
         """Return the step of a choice, from short programs that ``simulate`` builds, or None if that is not worth it,
-        or if the model cannot be shortened."""
+        or if the model cannot be shortened. ``settings``: what else decides it: the mesh, and settings of messages."""
         if len(self.graph.ops) < MIN_OPERATORS_TO_FOLD:
             return None
         keys = self.keys(choice, memory_policy)
@@ -142,7 +144,7 @@ class FoldedSteps:
         removed = {number for run in long for number in range(run[1], run[-1])}
         periods = {run: tuple(map(keys.__getitem__, range(run[0], run[1]))) for run in long}
         kept = tuple((periods[run],) if run in long else tuple(map(keys.__getitem__, run)) for run in runs)
-        on = mesh, memory_policy.reshard_mode, memory_policy.offloads
+        on = settings, memory_policy.reshard_mode, memory_policy.offloads
         key = *on, self._outside(choice, memory_policy), kept
         short = len(self.graph.ops) - self._num_operators(removed)
         unknown = {periods[run]: range(run[0], run[1]) for run in long if (*on, periods[run]) not in self.further}

@@ -151,6 +151,8 @@ MAX_REFINED_ESTIMATES = 32
 ROUGH_STEP_FACTOR = 1.5
 # An estimate by search for as many pipeline ranks and samples, or more, counts as this share of its value here.
 LEARNED_ESTIMATE_SHARE = 0.9
+# Share of the time until a deadline after which the best setting so far is planned, whatever else could be estimated.
+ESTIMATING_SHARE = 0.5
 # Of estimates within this factor the one with fewer stages is planned first: it takes less time.
 EQUAL_ESTIMATE_RATIO = 1.05
 

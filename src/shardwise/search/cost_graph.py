@@ -150,13 +150,9 @@ class CostGraph:
 
     @cached_property
     def _distinct(self) -> dict[int, int]:
-        """Return the number of each kind among those of different content."""
-        numbers: dict[object, int] = {}
-        number_of = {}
-        for kind, components in enumerate(self.kinds):
-            key = tuple(None if table is None else (table.shape, table.tobytes()) for table in components)
-            number_of[kind] = numbers.setdefault(key, len(numbers))
-        return number_of
+        """Return the number of each kind among those of different content, which are different objects."""
+        numbers: dict[int, int] = {}
+        return {kind: numbers.setdefault(id(components), len(numbers)) for kind, components in enumerate(self.kinds)}
 
     @cached_property
     def _tables(self) -> list[Components]:

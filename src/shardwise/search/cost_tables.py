@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from hashlib import blake2b
 from math import inf
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from shardwise.graph.ir import Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
+from shardwise.progress import check_deadline
 from shardwise.search.constants import REGATHER_TRAFFIC, RESEND_TRAFFIC
 from shardwise.search.cost_graph import (
     Components,
@@ -78,9 +80,11 @@ class Tables:
         self._numbers: dict[Hashable, int] = {}
         self._longest: dict[Hashable, float] = {}
         self._made: dict[Hashable, Components] = {}
+        self._components: dict[Hashable, Components] = {}
         for name in domains.received:
             self._receive(name)
         for op in domains.operators:
+            check_deadline()
             for name in dict.fromkeys(op.operands):
                 if name in self.parameter and name not in self.cost.home:
                     self._store(name)
@@ -101,12 +105,18 @@ class Tables:
                 kind = kinds[key] = len(cost.kinds)
                 for_all = key, policy.reshard_mode if traffic else "", policy.in_flight
                 if for_all not in self._made:
-                    self._made[for_all] = table(policy, key[1])
+                    self._made[for_all] = self._interned(table(policy, key[1]))
                 cost.kinds.append(self._made[for_all])
                 if transient is not None:
                     cost.transients[kind] = transient
             cost.factors.append((scope, kind))
         return cost
+
+    def _interned(self, components: Components) -> Components:
+        """Return the components that were made first of all that are equal: cost graphs tell tables by identity."""
+        parts = (None if table is None else (table.shape, np.ascontiguousarray(table)) for table in components)
+        key = tuple([part and (part[0], blake2b(part[1]).digest()) for part in parts])
+        return self._components.setdefault(key, components)
 
     # -- variables -----------------------------------------------------------------------------------------------------
 
@@ -265,6 +275,7 @@ class Tables:
 
         static = "edge", id(routes), starts.tobytes(), id(domain), positions, traffic, is_made, dtype
 
+        @cache  # for all memory policies
         def taken() -> Floats:
             seconds = np.zeros((len(starts), len(domain)))
             for _, nodes, fresh in _fresh_nodes(positions, domain):

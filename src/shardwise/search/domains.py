@@ -231,9 +231,9 @@ class Domains:
         self.choosing, self.graph, self.rules, self.atoms = choosing, choosing.graph, choosing.rules, choosing.atoms
         self.parameters, self.active, self.received = choosing.parameters, choosing.active, choosing.received
         self.operators, self.consumers = choosing.operators, choosing.consumers
-        where, cache = (axes, prices.links, prices.bucket_bytes), cache or PlanningCache()
-        routes: dict[tuple[RouteTensor, bool], Routes] = cache.table("routes", *where)
-        self._known: dict[Hashable, Domain] = cache.table("domains", *where)
+        where, of_call = (axes, prices.links, prices.bucket_bytes), (cache or PlanningCache()).call
+        routes: dict[tuple[RouteTensor, bool], Routes] = of_call.table("routes", *where)
+        self._known: dict[Hashable, Domain] = of_call.table("domains", *where)
         self.router, self.axes, self.prices = Router(axes, prices, self.atoms, self.parameters, routes), axes, prices
         self.fragments = Fragments(self.graph, self.router)
         self.eliminations: dict[Shape, Elimination] = {}

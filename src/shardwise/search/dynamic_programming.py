@@ -17,6 +17,7 @@ from math import inf
 import numpy as np
 
 from shardwise.layouts.routes import Floats
+from shardwise.progress import has_stopped
 from shardwise.search.constants import (
     BOUND_TOLERANCE,
     BYTE_TIE_BREAK,
@@ -73,7 +74,7 @@ def search(cost: CostGraph, memory_bytes: float | None = None, cutoff: float = i
     if memory_bytes is not None and not run.fits(run.best_of_last):
         run.least_memory()
         bound = max(bound, run.within_memory() if bound <= cutoff else 0.0)
-    if bound <= cutoff:
+    if bound <= cutoff and not has_stopped():
         run.improve(bound)
     best = run.best
     assert best is not None, "a search that fits nothing raises"

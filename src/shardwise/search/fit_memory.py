@@ -25,7 +25,7 @@ from math import inf
 from shardwise.errors import PlanError
 from shardwise.graph.segments import Segment
 from shardwise.layouts.mesh import Mesh
-from shardwise.progress import STOPPED, finishing, stop_with
+from shardwise.progress import STOPPED, stop_with
 from shardwise.search.auto import MeshSearch
 from shardwise.search.candidates import CandidateRanking
 from shardwise.search.constants import (
@@ -87,8 +87,7 @@ def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> Sta
     easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[1]))
     if _seconds(ranking) > FOLDED_STEP_ERROR * cutoff:
         raise _slower(_seconds(ranking), planner.settings)
-    with finishing():
-        best = easier.planned(ranking)
+    best = easier.planned(ranking)
     if best.excess(planner.limit) and planner.folded is not None:  # the memory estimated from few blocks was too low
         return fit_memory(replace(planner, folded=None), reshard_mode)
     if len(policies) == 1:

@@ -34,7 +34,7 @@ from shardwise.layouts.transfer import on_mesh
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.builder import Choice
 from shardwise.programs.spmd import SpmdProgram
-from shardwise.progress import STOPPED, each, stop_with
+from shardwise.progress import STOPPED, check_deadline, each, finishing, has_stopped, stop_with
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.auto import MeshSearch, run_search, searches_within, separate_axes
@@ -67,7 +67,7 @@ from shardwise.search.cost_tables import Tables
 from shardwise.search.decide import apply_layouts
 from shardwise.search.domains import Domains, SearchSpace
 from shardwise.search.dynamic_programming import DoesNotFit, least_step
-from shardwise.search.memory_policy import MemoryPolicy
+from shardwise.search.memory_policy import MemoryPolicy, PricedPolicy
 from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.stored_program import SearchConfig, build_program, build_stored_program
 from shardwise.search.user_choices import annotated_rules, fixed_choices
@@ -213,7 +213,11 @@ class Planner:
 
     def _priced(self, mesh: Mesh) -> CostGraph:
         tables = self.graph_cache.get("tables", mesh, lambda: self._tables(mesh))
-        return tables.priced(self.settings.memory_policy.priced(self.graph, self.settings.in_flight))
+        return tables.priced(self._priced_policy)
+
+    @cached_property
+    def _priced_policy(self) -> PricedPolicy:
+        return self.settings.memory_policy.priced(self.graph, self.settings.in_flight)
 
     def _tables(self, mesh: Mesh) -> Tables:
         fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
@@ -312,8 +316,9 @@ class Planner:
             return run_search(search.cost, self.settings.search, error.num_bytes), True
 
     def rank(self, searches: Sequence[MeshSearch]) -> CandidateRanking:
-        """Return the best candidate of searches; at a deadline, of those that were simulated."""
-        if len(self.graph.ops) > MAX_SIMULATED_OPERATORS:
+        """Return the best candidate of searches; at a deadline, of those that were simulated, and after it the
+        cheapest."""
+        if len(self.graph.ops) > MAX_SIMULATED_OPERATORS or has_stopped():
             return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
         share = CANDIDATE_PRICE_RATIO_RECOMPUTED if self.settings.memory_policy else CANDIDATE_PRICE_RATIO
         near = candidates(searches, self.settings.search, self.limit, share)
@@ -336,6 +341,7 @@ class Planner:
         return replace(built, candidate=candidate)
 
     def _build(self, candidate: Candidate, *, simulated: bool, whole: bool) -> SimulatedCandidate:
+        check_deadline()
         search, settings = candidate.search, self.settings
         choice = self._choice(search, candidate.assignment)
         choice = apply_layouts(choice, settings.layouts, self.graph, self.factored, search.mesh)
@@ -361,7 +367,7 @@ class Planner:
 
         step, spmd = None, None
         if self.folded is not None and not whole:
-            step = self.folded.step(choice, settings.memory_policy, search.mesh, short)
+            step = self.folded.step(choice, settings.memory_policy, (search.mesh, self._messages), short)
         if step is None:
             program = build_program(self.graph, rules, choice, search.mesh, settings, self.cache.vjp_cache)
             choice, spmd, busiest = program.choice, program.spmd, program.busiest
@@ -442,15 +448,22 @@ class Planner:
     def planned(self, ranking: CandidateRanking) -> StagePlan:
         """Return the plan of a ranking's best candidate; its program is built if it was only estimated. Its messages
         get the size, and its rows the chunks, that are predicted to be the fastest, where the settings leave that
-        free."""
-        for vary in (self._sized, self._in_chunks):
-            varied = vary(ranking.best)
-            if varied is self:
-                continue
-            other = varied._whole(varied._built(ranking.best.candidate))
-            is_sure = FOLDED_STEP_ERROR * _seconds(other) < _seconds(ranking.best)
-            if other.num_bytes <= self.limit and (is_sure or _seconds(other) < _seconds(self._whole(ranking.best))):
-                return varied.planned(replace(ranking, best=other))
+        free and there is time."""
+        try:
+            for vary in () if has_stopped() else (self._sized, self._in_chunks):
+                varied = vary(ranking.best)
+                if varied is self:
+                    continue
+                other = varied._whole(varied._built(ranking.best.candidate))
+                is_sure = FOLDED_STEP_ERROR * _seconds(other) < _seconds(ranking.best)
+                if other.num_bytes <= self.limit and (is_sure or _seconds(other) < _seconds(self._whole(ranking.best))):
+                    return varied.planned(replace(ranking, best=other))
+        except STOPPED:
+            stop_with(True)
+        with finishing():
+            return self._finished(ranking)
+
+    def _finished(self, ranking: CandidateRanking) -> StagePlan:
         best = self._whole(ranking.best)
         ranking = replace(ranking, best=best)
         assert best.spmd is not None, "a whole program was built"
@@ -508,19 +521,22 @@ class Planner:
 
     def _in_chunks(self, best: SimulatedCandidate) -> Planner:
         """Return the planner with the chunks of rows that make a candidate's step clearly the shortest, of those that
-        fit. They are tried where the step waits for messages."""
+        fit. They are tried where the step waits for messages, more of them only while each gains."""
         step = best.step
         if self.settings.row_chunks is not None or step is None or step.exposed <= BUCKET_GAIN * step.seconds:
             return self
-        tried = [self._varied(best.candidate, row_chunks=count) for count in ROW_CHUNKS]
-        planner, fastest = min(tried, key=lambda one: one[1])
+        planner, fastest = self, step.seconds
+        for count in ROW_CHUNKS:
+            varied, seconds = self._varied(best.candidate, row_chunks=count)
+            if seconds >= fastest:
+                break
+            planner, fastest = varied, seconds
         return planner if fastest < (1 - BUCKET_GAIN) * step.seconds else self
 
     def _varied(self, candidate: Candidate, **settings: Any) -> tuple[Planner, float]:
         """Return the planner with other settings of messages, and the seconds of a candidate's step with them; infinite
         if it does not fit."""
-        folded = None if self.folded is None else FoldedSteps(self.graph)
-        other = replace(self, settings=replace(self.settings, message_sizes=None, **settings), folded=folded)
+        other = replace(self, settings=replace(self.settings, message_sizes=None, **settings))
         built = other._built(candidate)
         return other, _seconds(built) if built.num_bytes <= self.limit else inf
 

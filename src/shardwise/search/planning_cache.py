@@ -16,11 +16,14 @@ class PlanningCache:
     A key has everything that decides a result, and no names where parts of a model share it.
 
     Attributes:
-        vjp_cache: The calls that were traced. Configurations of one call share it.
+        call: The cache of the call, which its configurations share: its keys have the mesh and the prices too. By
+            default this one.
+        vjp_cache: The calls that were traced, shared likewise.
     """
 
-    def __init__(self, vjp_cache: VjpCache | None = None) -> None:
-        self.vjp_cache = vjp_cache or VjpCache()
+    def __init__(self, call: PlanningCache | None = None) -> None:
+        self.call: PlanningCache = self if call is None else call.call
+        self.vjp_cache: VjpCache = VjpCache() if call is None else call.vjp_cache
         self._tables: dict[Hashable, dict[Any, Any]] = {}
 
     def table(self, *name: Hashable) -> dict[Any, Any]:

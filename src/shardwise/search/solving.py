@@ -6,6 +6,7 @@ import warnings
 from contextlib import suppress
 
 from shardwise.errors import ShardwiseError
+from shardwise.progress import check_deadline
 from shardwise.search.constants import FAST_JOINT_COMBINATIONS, MAX_JOINT_COMBINATIONS
 from shardwise.search.elimination import Problem, Solution, TooWide, elimination_of, solve
 from shardwise.search.message_passing import solve_wide
@@ -19,7 +20,10 @@ def minimise(problem: Problem) -> Solution:
     """Return an assignment of least value; if it is not proven to be one, warn.
 
     Where elimination takes seconds, message passing is tried first: it often proves the same in milliseconds.
+
+    Raises OutOfTime if the deadline of the work has passed.
     """
+    check_deadline()
     try:
         elimination = elimination_of(problem, max_joint=MAX_JOINT_COMBINATIONS)
     except TooWide as error:
