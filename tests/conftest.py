@@ -65,11 +65,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 QUICK_SHARE = 0.33  # of the tests that run in one process
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``--quick``, do not import files of which no test runs: reading a file takes longer than its share."""
+    if not config.getoption("quick") or collection_path.suffix != ".py":
+        return None
+    return (_starts_processes(collection_path) and "mark.quick" not in _text(collection_path)) or None
+
+
 @cache
 def _starts_processes(path: Path) -> bool:
-    return any(
-        word in path.read_text(encoding="utf-8") for word in ("run_ranks", "run_cases", "run_on_ranks", "subprocess")
-    )
+    return any(word in _text(path) for word in ("run_ranks", "run_cases", "run_on_ranks", "subprocess"))
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def pytest_collection_finish() -> None:

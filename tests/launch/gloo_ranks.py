@@ -27,11 +27,14 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from launch.shared_traces import share_traces
+from launch.shared_traces import share_plans, share_traces
 from shardwise.launch.bootstrap import is_follow_up
 
 # What a rank of a test imports sooner or later: torch, what torch.export imports when it is first called, shardwise.
-PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "torch.export._trace", "shardwise.mindspore", "pytest")
+PRELOADED = (
+    *("torch", "torch.distributed", "torch._dynamo", "torch.export._trace", "shardwise.mindspore", "pytest"),
+    "torch._inductor.fx_passes.joint_graph",  # a second of each rank that compiles
+)
 PRELOADED_OF_SHARDWISE = ("shardwise.api", "shardwise.proof.verify", "shardwise.runtime.parallelize", "rich.console")
 # What else takes long to import, where the tests of this run import its package: a rank executes their module again.
 PRELOADED_IF_HERE = {
@@ -150,6 +153,7 @@ def _rank(
     they have emulated GPUs, and whether the function is called several times."""
     num_ranks, seconds, traces, on_gpus, is_each = settings
     share_traces(traces)
+    share_plans(traces, store, rank)
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported stays
     gc.set_threshold(*SELDOM)

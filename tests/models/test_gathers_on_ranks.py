@@ -33,8 +33,7 @@ def planned(name: str, ranks: int, choices: dict[str, Any]) -> sw.Plan:
     return plan_of(name, "", cluster=ranks, mesh=mesh, strategies=strategies, **choices)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.sampled(1)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_sequences_are_gathered_again_as_plain_pytorch_trains(
     ranks: int, run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,7 +160,7 @@ def test_what_is_written_random_or_returned_is_no_constant() -> None:
     written = {buffer for buffer, _ in program.spmd.mutations}
     assert [graph.source_of[name].names for name in written] == [("calls",)]
     made = [op for op in graph.ops if (written | {SEED}).intersection(op.operands)]
-    assert len(made) >= 4, "a counter, and dropout in three layers"
+    assert len(made) >= 3, "a counter, and dropout in two layers"
     assert not values.intersection(name for op in made for name in op.results)
     whole = differentiate(localize(program.spmd, 0), VjpCache(), loss_only=False)
     divided = checked(whole)

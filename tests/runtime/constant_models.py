@@ -16,7 +16,7 @@ class Turning(nn.Module):
     made anew in every layer; a buffer that counts calls, a decay that is made of it, dropout. It returns the loss and
     two views of values that depend on no input."""
 
-    def __init__(self, layers: int = 3, dropout: float = 0.0) -> None:
+    def __init__(self, layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
         self.register_buffer("inv_freq", 10.0 ** -torch.arange(0, 8, 2).div(8.0), persistent=False)
         self.register_buffer("calls", torch.zeros(()))

@@ -26,11 +26,11 @@ def example_module(name: str) -> Any:
     return sys.modules[name]
 
 
-def make_gpt(seed: int = 0) -> torch.nn.Module:
-    """Two layers of width 24 with 6 heads, in float64; ``seed`` is that of the eager initialisation."""
+def make_gpt(seed: int = 0, layers: int = 2) -> torch.nn.Module:
+    """Layers of width 24 with 6 heads, in float64; ``seed`` is that of the eager initialisation."""
     gpt = example_module("gpt")
     torch.manual_seed(seed)
-    return gpt.GPT(gpt.GPTConfig(vocab=50, layers=2, heads=6, width=24, context=8, tied=True)).double()
+    return gpt.GPT(gpt.GPTConfig(vocab=50, layers=layers, heads=6, width=24, context=8, tied=True)).double()
 
 
 def batch(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,10 +39,10 @@ def batch(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[0], ids[1]
 
 
-def make_plan(name: str, devices: int = 4) -> sw.Plan:
+def make_plan(name: str, devices: int = 4, layers: int = 2) -> sw.Plan:
     """``auto`` (data parallel), or ``tp``: two-way data by tensor parallelism over the rest."""
     with sw.deferred(seed=0):
-        model = make_gpt()
+        model = make_gpt(layers=layers)
     if name == "auto":
         return sw.plan(model, batch(8, 0), sw.Cluster.local(devices), search="sharding_propagation")
     mesh = sw.Mesh(dp=2, tp=devices // 2)

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import shardwise as sw
 from launch.gloo_ranks import RunRanks
+from raising import refusal
 
 BF16, FP16 = torch.bfloat16, torch.float16
 STEPS = 3
@@ -20,13 +21,13 @@ STEPS = 3
 
 def gpt2() -> nn.Module:
     drops = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 16, "use_cache": False}
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50, "n_positions": 16, "use_cache": False}
     return GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=1, eos_token_id=1))
 
 
 def bert() -> nn.Module:
     drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     return BertForMaskedLM(BertConfig(vocab_size=50, **sizes, **drops))
 
 
@@ -71,20 +72,15 @@ def on_ranks(make: Callable[[], nn.Module], dtype: torch.dtype) -> dict[str, Any
         whole = {name: p for name, p in held.items() if p.shape == parameters[name].shape}
         near = max(float((a - b).abs()) for a, b in zip(losses, alone, strict=True))
         bits = near == 0 and all(torch.equal(p, parameters[name]) for name, p in whole.items())
-        with torch.autocast("cpu", dtype=dtype):
-            loss = par(**batch(0)).loss
-            try:
-                loss.backward()
-                refused = ""
-            except sw.ShardwiseError as error:
-                refused = str(error)
-        with torch.autocast("cpu", dtype=FP16 if dtype == BF16 else BF16):
-            try:
-                par(**batch(0))
-            except sw.ShardwiseError as error:
-                refused += str(error)
-        found[f"{mode}, {steps_itself}"] = near, bits, len(whole), refused
+        found[f"{mode}, {steps_itself}"] = near, bits, len(whole), "" if steps_itself else refusals(par, dtype)
     return found
+
+
+def refusals(par: nn.Module, dtype: torch.dtype) -> str:
+    with torch.autocast("cpu", dtype=dtype):
+        around = refusal(par(**batch(0)).loss.backward)
+    with torch.autocast("cpu", dtype=FP16 if dtype == BF16 else BF16):
+        return around + refusal(lambda: par(**batch(0)))
 
 
 @pytest.mark.parametrize(("make", "dtype"), [(gpt2, BF16), (bert, FP16)], ids=["gpt2", "bert"])
@@ -96,9 +92,9 @@ def test_one_rank_has_the_bits_of_eager_autocast_and_two_differ_by_rounding(
         for name, (near, bits, whole, refused) in found.items():
             # A step of its own has no scaler: in float16 its small gradients round otherwise.
             assert bits or (dtype == FP16 and name == "data_parallel, True" and near < 1e-2), (name, near)
-            assert whole > 20
-            assert "around the backward" in refused
-            assert "the plan was made for torch.autocast" in refused
+            assert whole > 14
+            assert name.endswith("True") or "around the backward" in refused
+            assert name.endswith("True") or "the plan was made for torch.autocast" in refused
     for found in run_ranks(on_ranks, 2, make, dtype):
         for name, (near, *_) in found.items():
             assert near < 16 * torch.finfo(dtype).eps, (name, near)  # losses near 4: a few roundings of activations

@@ -245,10 +245,10 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
 def on_two_ranks(name: str) -> tuple[list[Trained], list[list[str]], int, int]:
     """(eager and compiled training, the messages of both, the functions of a compiled program, its sections)"""
     compiled.compile_with_inductor = interpret_section
-    plan = sw.plan(make_gpt(4), (IDS, LABELS), 2, search="sharding_propagation", **ON_TWO_RANKS[name])
+    plan = sw.plan(make_gpt(3), (IDS, LABELS), 2, search="sharding_propagation", **ON_TWO_RANKS[name])
     results = []
     for choice in (False, True):
-        par = sw.parallelize(make_gpt(4), plan, compile=choice)
+        par = sw.parallelize(make_gpt(3), plan, compile=choice)
         results.append(train(par, [(IDS, LABELS)] * 2, torch.optim.SGD(par.parameters(), lr=0.1)))
         if name == "data parallel":
             with torch.no_grad():
@@ -293,8 +293,8 @@ def where_rank_1_cannot_compile() -> list[tuple[bool, int, float]]:
     sizes: dict[str, Any] = {"mode": "data_parallel", "global_batch": 4, "micro_batch": 2}
     split = {"strategies": {"blocks.*.mlp.up": "n@tp"}, "mesh": sw.Mesh(tp=2)}
     for options in (split, sizes | {"mesh": sw.Mesh(dp=2)}):
-        plan = sw.plan(make_gpt(2), (IDS, LABELS), 2, **options)
-        pair = [sw.parallelize(make_gpt(2), plan, compile=choice) for choice in ("auto", False)]
+        plan = sw.plan(make_gpt(1), (IDS, LABELS), 2, **options)
+        pair = [sw.parallelize(make_gpt(1), plan, compile=choice) for choice in ("auto", False)]
         with warnings.catch_warnings(record=True, action="always") as caught:
             results, of_steps = [], 0
             for par in pair:
@@ -309,7 +309,7 @@ def where_rank_1_cannot_compile() -> list[tuple[bool, int, float]]:
         worst = max(float((a - b).detach().abs().max()) for a, b in zip(*results, strict=True))
         found.append((of_steps > 0, says, worst))
     with raises(sw.ShardwiseError, "False", '"auto"'):
-        sw.parallelize(make_gpt(2), plan, compile="always")  # type: ignore[arg-type]
+        sw.parallelize(make_gpt(1), plan, compile="always")  # type: ignore[arg-type]
     with raises(RuntimeError, "at all"):
         CompiledVariant(fails, falls_back=False, ranks=pair[0]._ranks).get()
     return found

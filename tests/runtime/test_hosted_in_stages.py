@@ -97,8 +97,7 @@ def test_numbers_are_those_of_one_process(num_ranks: int, schedule: str, stages:
     assert max(run_ranks(train, num_ranks, num_ranks, schedule, stages)) < 1e-11
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.sampled(1)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_compiled_they_are_those_of_one_process(num_ranks: int, run_ranks: RunRanks) -> None:
     assert max(run_ranks(train, num_ranks, num_ranks, "1F1B", 2, True)) < 1e-11
 

@@ -22,7 +22,6 @@ from shardwise.planning import execute
 from shardwise.plans import micro_batch_search
 from shardwise.runtime import compiled, program_cache
 
-STEPS = 3
 SIZES = ((2, 2, 2, 2), (2, 2, 2, 2), (2, 2, 2, 1))
 ALONE = {"mode": "data_parallel"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -44,10 +43,15 @@ FOUR: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def batches(model: str) -> list[tuple[Tensor, ...]]:
-    """The samples of a model in another order in every step, of the last step one fewer."""
+def sizes_of(case: str) -> tuple[tuple[int, ...], ...]:
+    """The micro-batches of every step; no smaller batch where each of its programs is compiled again."""
+    return SIZES[:2] if "compiled" in case else SIZES
+
+
+def batches(case: str, model: str) -> list[tuple[Tensor, ...]]:
+    """The samples of a model in another order in every step, of the third step one fewer."""
     inputs, found = made(model)[1], []
-    for step, sizes in enumerate(SIZES):
+    for step, sizes in enumerate(sizes_of(case)):
         rows = torch.randperm(len(inputs[0]), generator=torch.Generator().manual_seed(step))[: sum(sizes)]
         found.append(tuple(x[rows].double() if x.is_floating_point() else x[rows] for x in inputs))
     return found
@@ -57,9 +61,9 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.05)
 
 
-def by_hand(model: str) -> Trained:
+def by_hand(case: str, model: str) -> Trained:
     """Accumulate gradients on one device."""
-    sizes = iter(SIZES)
+    sizes = iter(sizes_of(case))
 
     def differentiate(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         loss = module(*inputs)["main"]
@@ -69,7 +73,7 @@ def by_hand(model: str) -> Trained:
         return loss.detach()
 
     module = made(model)[0].double()
-    return train(module, batches(model), optimizer_of(module), differentiate=differentiate)
+    return train(module, batches(case, model), optimizer_of(module), differentiate=differentiate)
 
 
 def folder_of(case: str) -> str:
@@ -85,11 +89,11 @@ def train_on_rank(folder: Path, cases: dict[str, tuple[str, dict[str, Any], dict
         module = module.double()
         with widened(execute), widened(micro_batch_search), widened(program_cache):
             plan = sw.plan(
-                module, batches(model)[0], dist.get_world_size(), micro_batch=2, per_micro_batch=terms, **settings
+                module, batches(case, model)[0], dist.get_world_size(), micro_batch=2, per_micro_batch=terms, **settings
             ).plan
             par = sw.parallelize(module, sw.Plan.from_json(plan.to_json()), **options)
             optimizer = optimizer_of(par)
-            found[case] = train(par, batches(model), optimizer).losses
+            found[case] = train(par, batches(case, model), optimizer).losses
             sw.save_checkpoint(folder / folder_of(case), par, optimizer, step=1)
     return found
 
@@ -103,7 +107,7 @@ def test_ranks_train_as_gradient_accumulation_by_hand(
 ) -> None:
     ranks = run_ranks(train_on_rank, count, tmp_path, cases)
     for case, (model, *_) in cases.items():
-        alone = by_hand(model)
+        alone = by_hand(case, model)
         for rank, found in enumerate(ranks):
             assert found[case] == pytest.approx(alone.losses, rel=1e-10), (case, rank)
         module = made(model)[0].double()

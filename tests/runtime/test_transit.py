@@ -91,6 +91,7 @@ def over_four() -> list[Any]:
     return [accumulate(sw.parallelize(make_gpt(), gpt_plan(sw.Mesh(dp=4), size))) for size in (2**25, 0)]
 
 
+@pytest.mark.long
 def test_over_more_ranks_only_the_order_of_additions_differs(run_ranks: RunRanks) -> None:
     for big, none in run_ranks(over_four, 4):
         assert big[0] == pytest.approx(none[0], rel=1e-15)

@@ -134,7 +134,7 @@ def test_transformers_reads_more_models(run_ranks: RunRanks, tmp_path: Path) -> 
 def in_from_transformers(folder: str) -> dict[str, Any]:
     """On a rank: folders that transformers wrote, and what does not fit."""
     where = Path(folder)
-    config = tf.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=50, n_positions=8, bos_token_id=0, eos_token_id=0)
+    config = tf.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=50, n_positions=8, bos_token_id=0, eos_token_id=0)
     strategies = {"*.attn.c_attn": "n@tp", "*.mlp.c_fc": "n@tp"}
     ids = torch.randint(0, 50, (4, 6), generator=torch.Generator().manual_seed(0))
     if dist.get_rank() == 0:

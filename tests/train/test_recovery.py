@@ -56,7 +56,7 @@ def check_equal(folder: Path, expected: Path, num_steps: int) -> None:
         assert place == list(wanted[step][1:])
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keeps", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_killed_and_a_stopped_rank_cost_no_step(
     run_ranks: RunRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, keeps: bool
 ) -> None:
