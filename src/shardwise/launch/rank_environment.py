@@ -149,23 +149,21 @@ def _open_mpi(environment: Environment) -> _LauncherVariables | None:
     if job.isdecimal():  # as in Open MPI 4: 65536 times a number made of mpirun's process id, plus one
         job = str(int(job) >> 16)
     port = job_port(job) if job else str(DEFAULT_PORT)
-    return _on_one_machine("mpirun", variables, OPEN_MPI, port, "mpirun -x MASTER_ADDR=node0 ...")
+    return _on_one_machine(variables, OPEN_MPI, port, "mpirun -x MASTER_ADDR=node0 ...")
 
 
 def _mpich(environment: Environment) -> _LauncherVariables | None:
     variables = _renamed(environment, MPICH)
     if not _complete(variables):
         return None
-    return _on_one_machine("mpirun", variables, MPICH, str(DEFAULT_PORT), "mpirun -genv MASTER_ADDR node0 ...")
+    return _on_one_machine(variables, MPICH, str(DEFAULT_PORT), "mpirun -genv MASTER_ADDR node0 ...")
 
 
-def _on_one_machine(
-    launcher: str, variables: dict[str, str], names: Mapping[str, str], port: str, example: str
-) -> _LauncherVariables:
+def _on_one_machine(variables: dict[str, str], names: Mapping[str, str], port: str, example: str) -> _LauncherVariables:
     if variables.get("LOCAL_WORLD_SIZE") == variables["WORLD_SIZE"]:
-        return _LauncherVariables(launcher, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}, names)
+        return _LauncherVariables("mpirun", {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}, names)
     fix = f"name the machine on which rank 0 runs: {example}"
-    return _LauncherVariables(launcher, {"MASTER_PORT": port, **variables}, names, fix)
+    return _LauncherVariables("mpirun", {"MASTER_PORT": port, **variables}, names, fix)
 
 
 def _slurm(environment: Environment) -> _LauncherVariables | None:

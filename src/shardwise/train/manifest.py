@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.train.names import FILE, RANDOM, with_token
+from shardwise.train.names import FILE, RANDOM
 from shardwise.train.stores import Folder, is_unanswered, unanswered
 from shardwise.train.values import DTYPES, dtype_name
 from shardwise.untrusted_text import MAX_NUMBER, read_json, shorten_repr
@@ -156,8 +156,8 @@ class Manifest:
         other = self.tied.get(name, name)
         return name if name in self.tensors else other if other in self.tensors else None
 
-    def to_text(self, token: str = "") -> str:
-        """Return the content of the file. ``token``: of the names of the data files (``with_token``)."""
+    def to_text(self) -> str:
+        """Return the content of the file."""
         order = {name: position for position, name in enumerate(self.files)}
         content = {
             "step": self.step,
@@ -165,10 +165,7 @@ class Manifest:
             "plan": self.plan,
             "metrics": dict(self.metrics),
             "block_bytes": self.block_bytes,
-            "files": [
-                [with_token(name, token), file.start, file.num_bytes, file.checksums]
-                for name, file in self.files.items()
-            ],
+            "files": [[name, file.start, file.num_bytes, file.checksums] for name, file in self.files.items()],
             "tensors": {
                 name: [
                     dtype_name(stored.dtype),
