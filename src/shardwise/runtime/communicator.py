@@ -346,7 +346,8 @@ def _high_priority() -> Any:
     """Return the options of a group of NCCL: those of the job, and streams of high priority. Its kernels get
     multiprocessors ahead of queued blocks of products that run beside them. torch writes into the options of a group:
     each needs its own."""
-    options: Any = deepcopy(dist.group.WORLD._get_backend(rank_device()).options)
+    everyone: Any = dist.group.WORLD
+    options = deepcopy(everyone._get_backend(rank_device()).options)
     options.is_high_priority_stream = True
     return options
 

@@ -114,8 +114,7 @@ class Tables:
 
     def _interned(self, components: Components) -> Components:
         """Return the components that were made first of all that are equal: cost graphs tell tables by identity."""
-        parts = (None if table is None else (table.shape, np.ascontiguousarray(table)) for table in components)
-        key = tuple([part and (part[0], blake2b(part[1]).digest()) for part in parts])
+        key = tuple([None if x is None else (x.shape, blake2b(x.tobytes()).digest()) for x in components])
         return self._components.setdefault(key, components)
 
     # -- variables -----------------------------------------------------------------------------------------------------
