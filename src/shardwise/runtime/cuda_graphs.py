@@ -1,0 +1,375 @@
+"""Replay the kernels between messages as CUDA graphs (``compile="graphs"``).
+
+A graph runs its kernels at the addresses that they had when it was captured, for one launch of the host. So of a
+compiled program, runs of sections without a message in between become one instruction each (``graph_kernels``), whose
+calls keep these rules:
+
+* The first call runs the sections as they are, which loads their kernels. The second captures them.
+* Operands that stay (parameters, buffers, hoisted constants, results of other graphs) are read where they are. All
+  others are copied to one *landing* buffer first. Its content is needed during a replay only, so all graphs share it.
+* Every graph has memory of its own for its results. What leaves the program (the loss, outputs, gradients) is copied
+  out of it.
+* Temporary memory is shared, also with results of graphs captured later. So while these are in use an earlier graph is
+  not replayed, but captured again behind them.
+* A call runs uncaptured while its last results are in use, as in a second forward ahead of the first one's backward,
+  and if it is given such results. A parameter that has moved is an operand to be copied from then on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, warn_user
+from shardwise.graph.ir import Ref
+from shardwise.graph.normalize_random import SEED
+from shardwise.plans.plan import Plan
+from shardwise.programs.forms import Form
+from shardwise.programs.instructions import Compute, Instruction, Origin, Part, memories
+from shardwise.programs.rank_program import RankProgram
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import CompiledKernels
+from shardwise.runtime.emit import Boxed, ModuleWriter, take_all
+
+MOST_PROGRAMS = 8  # of a module that are captured: each call signature has memory of its own
+MOST_CAPTURES = 4  # of one run of sections
+_ALIGNMENT = 512  # bytes, as torch allocates
+
+
+def check_graphs(plan: Plan, device: torch.device) -> None:
+    """Raise ShardwiseError unless a plan can run as CUDA graphs on a device."""
+    fix = "compile=True compiles the same kernels without CUDA graphs"
+    if device.type != "cuda" or torch.version.hip:
+        raise ShardwiseError(f'compile="graphs" captures CUDA graphs, and this rank runs on {device}', fix=fix)
+    if plan.is_pipeline:
+        what = 'compile="graphs" is for plans without stages: micro-batches under way at once would need memory each'
+        raise PlanError(what, fix=fix)
+    if any(entry.offloaded for entry in plan.operators):
+        what = 'compile="graphs" keeps saved values on the device for good, so that offload frees no memory'
+        raise PlanError(what, fix=fix)
+
+
+@dataclass(eq=False)
+class GraphMemory:
+    """The memory that the graphs of a module share. ``programs``: those that are captured; ``results``: addresses of
+    their results."""
+
+    rank: int
+    programs: set[object] = field(default_factory=set)
+    results: set[int] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
+    _captures: int = 0
+    _replayed: list[_Graph] = field(default_factory=list)  # as they were captured; their results may be in use
+
+    def __post_init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+        self._landing = torch.empty(0, dtype=torch.uint8)
+
+    def admits(self, program: object) -> bool:
+        """Return whether a program may be captured."""
+        if program in self.programs or len(self.programs) < MOST_PROGRAMS:
+            self.programs.add(program)
+            return True
+        self.warn_once(
+            f"this module was called with more than {MOST_PROGRAMS} signatures (shapes, dtypes, modes); the others run "
+            "without CUDA graphs: pad batches to a few shapes"
+        )
+        return False
+
+    def warn_once(self, what: str) -> None:
+        if what not in self._warned and self.rank == 0:
+            warn_user(what, PlanWarning)
+        self._warned.add(what)
+
+    def number(self) -> int:
+        """Return the number of a new graph. Those of graphs captured later are larger."""
+        self._captures += 1
+        return self._captures
+
+    def admits_replay(self, graph: _Graph) -> bool:
+        """Return whether nothing uses results of graphs captured later, and note that this one is replayed if so."""
+        while self._replayed and self._replayed[-1].number >= graph.number:
+            if not self._replayed[-1].is_free():
+                return False
+            self._replayed.pop()
+        self._replayed.append(graph)
+        return True
+
+    def forget(self, graph: _Graph) -> None:
+        self.results -= graph.made
+        if graph in self._replayed:
+            self._replayed.remove(graph)
+
+    def landing(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """Return memory for a copy of the operands, which other graphs overwrite."""
+        # One element in several places, as of an expanded tensor, cannot be written: it gets several.
+        strides = [x.new_empty(x.shape, device="meta").stride() if 0 in x.stride() else x.stride() for x in operands]
+        sizes = [-(-_extent(*of) // _ALIGNMENT) * _ALIGNMENT for of in zip(operands, strides, strict=True)]
+        if self._landing.nbytes < sum(sizes):  # graphs so far keep the memory that they have
+            self._landing = torch.empty(sum(sizes), dtype=torch.uint8, device=operands[0].device)
+        storage, landing, begin = self._landing.untyped_storage(), [], 0
+        for operand, stride, size in zip(operands, strides, sizes, strict=True):
+            target = torch.empty(0, dtype=operand.dtype, device=operand.device)
+            landing.append(target.set_(storage, begin // operand.itemsize, operand.shape, stride))
+            begin += size
+        return landing
+
+
+def _extent(tensor: Tensor, strides: Sequence[int]) -> int:
+    """Return the bytes from the first to the last element of a tensor with these strides."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors, those of one dtype by one kernel."""
+    of_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for target, source in zip(targets, sources, strict=True):
+        into, read = of_dtype[target.dtype]
+        into.append(target)
+        read.append(source)
+    for into, read in of_dtype.values():
+        torch._foreach_copy_(into, read)
+
+
+class CopyOut(Boxed):
+    """Copies tensors out of the memory of graphs."""
+
+    def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
+        copies = [torch.empty_like(operand) for operand in operands]
+        copy_all(copies, operands)
+        operands.clear()
+        return copies
+
+
+@dataclass(eq=False)
+class GraphKernels(Boxed):
+    """A run of sections that is captured. ``kernels``: operands -> results; ``fixed``: positions of the operands that
+    stay where they are; ``program``: what all runs of one program have in common; ``name``: for errors."""
+
+    kernels: fx.GraphModule
+    fixed: set[int]
+    memory: GraphMemory
+    program: object
+    name: str
+    _graph: _Graph | None = None
+    _has_run: bool = False
+    _captures: int = 0
+
+    def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
+        graph, self._has_run, is_first = self._graph, True, not self._has_run
+        if is_first or not self.memory.admits(self.program):
+            return self._run(operands)
+        if graph is not None:
+            moved = {i for i, address in graph.addresses.items() if operands[i].data_ptr() != address}
+            if not all(self._stays(i, operands[i]) for i in moved) or not graph.is_free():
+                return self._run(operands)
+            if moved or not self.memory.admits_replay(graph):
+                if self._captures == MOST_CAPTURES:
+                    self.memory.warn_once(
+                        f"{self.name} was captured {MOST_CAPTURES} times, and other memory or another order of calls "
+                        "asks for more: it runs without CUDA graphs where the last one does not serve"
+                    )
+                    return self._run(operands)
+                self.fixed -= moved
+                self.memory.forget(graph)
+                self._graph = graph = None
+        with torch.inference_mode(False), torch.no_grad():
+            if graph is None:
+                self._captures += 1
+                self._graph = graph = self._capture(operands)
+                self.memory.admits_replay(graph)
+            return graph.replay(operands)
+
+    def _stays(self, position: int, operand: Tensor) -> bool:
+        """Return whether an operand has memory that stays, as parameters and results of graphs have."""
+        return position in self.fixed or operand.untyped_storage().data_ptr() in self.memory.results
+
+    def _run(self, operands: list[Tensor]) -> Sequence[Tensor]:
+        results: Sequence[Tensor] = self.kernels(*take_all(operands))
+        return results
+
+    def _capture(self, operands: Sequence[Tensor]) -> _Graph:
+        landed = [i for i, operand in enumerate(operands) if not self._stays(i, operand)]
+        landing = self.memory.landing([operands[i] for i in landed]) if landed else []
+        copy_all(landing, [operands[i] for i in landed])
+        given = {**dict(enumerate(operands)), **dict(zip(landed, landing, strict=True))}
+        lands = {target.untyped_storage().data_ptr() for target in landing}
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.stream(self.memory.stream):
+                graph.capture_begin(self.memory.pool, capture_error_mode="thread_local")  # other threads ask for events
+                try:
+                    results = [
+                        result.clone() if result.untyped_storage().data_ptr() in lands else result
+                        for result in self.kernels(*given.values())
+                    ]
+                finally:
+                    graph.capture_end()
+        except Exception as error:
+            reason = str(error.__context__ or error).strip().partition("\n")[0]
+            what = f"{self.name} cannot be captured in a CUDA graph: {reason}"
+            raise ShardwiseError(what, fix="compile=True runs the same kernels one by one") from error
+        addresses = {i: operand.data_ptr() for i, operand in enumerate(operands) if i not in landed}
+        read = {operand.untyped_storage().data_ptr() for operand in operands}
+        captured = _Graph(graph, self.memory.number(), results, tuple(landed), landing, addresses, read)
+        self.memory.results |= captured.made
+        return captured
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A captured run. ``number``: in the order of captures; ``landed``: positions of the operands that are copied to
+    ``landing``; ``addresses``: of the others; ``read``: storages of operands, which results may be views of."""
+
+    graph: torch.cuda.CUDAGraph
+    number: int
+    results: Sequence[Tensor]
+    landed: tuple[int, ...]
+    landing: Sequence[Tensor]
+    addresses: dict[int, int]
+    read: Collection[int]
+
+    def __post_init__(self) -> None:
+        storages = {result.untyped_storage().data_ptr(): result.untyped_storage() for result in self.results}
+        self._own = [storage for address, storage in storages.items() if address not in self.read]
+        self.made = {storage.data_ptr() for storage in self._own}
+        self._uses = self._count()
+
+    def _count(self) -> list[int]:
+        return [torch._C._storage_Use_Count(storage._cdata) for storage in self._own]
+
+    def is_free(self) -> bool:
+        """Return whether nothing holds the results of the last replay."""
+        return all(map(int.__le__, self._count(), self._uses))
+
+    def replay(self, operands: list[Tensor]) -> Sequence[Tensor]:
+        copy_all(self.landing, [operands[i] for i in self.landed])
+        operands.clear()
+        self.graph.replay()
+        return [result.detach() for result in self.results]  # whose uses are counted
+
+
+def graph_program(
+    program: RankProgram, ranks: Communicator, device: torch.device, memory: GraphMemory, constants: Iterable[str]
+) -> RankProgram:
+    """Return a compiled program whose runs of sections are captured in CUDA graphs. ``constants``: the hoisted ones."""
+    sources = program.spmd.graph.sources
+    stay = {s.value for s in sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED}
+    writer = ModuleWriter(program, ranks, ranks, device, frozenset())
+    return _Grouping(program, writer, memory, {*stay, *constants}).run()
+
+
+def graph_bytes(program: RankProgram) -> int:
+    """Return the bytes that the graphs of a program keep from step to step: their results, and the landing buffer."""
+    graphs = [x for x in (*program.forward, *program.backward) if isinstance(getattr(x, "target", None), GraphKernels)]
+    results = {name for graph in graphs for name in graph.results}
+    kept, landing = 0, 0
+    for graph in graphs:
+        assert isinstance(graph, Compute)
+        kept += sum(form.num_bytes for form, shared in zip(graph.forms, graph.shares, strict=True) if shared is None)
+        copied = (x for i, x in enumerate(graph.operands) if i not in graph.target.fixed and x not in results)
+        landing = max(landing, sum(program.forms[name].num_bytes for name in copied))
+    return kept + landing
+
+
+@dataclass
+class _Grouping:
+    program: RankProgram
+    writer: ModuleWriter
+    memory: GraphMemory
+    fixed: set[str]  # values that stay where they are
+    captured: set[str] = field(default_factory=set)  # results of graphs
+    outside: dict[str, None] = field(default_factory=dict)  # operators whose kernels are not captured
+
+    def run(self) -> RankProgram:
+        program, self.forms, self.key = self.program, dict(self.program.forms), object()
+        forward = self._grouped(program.forward, (*program.ends, *program.saved))
+        backward = self._grouped(program.backward, program.gradients.values())
+        self.root = memories((*forward, *backward), program.taken)
+        delivered, copies = self._copied_out(program.delivered, "forward")
+        of_sources, gradients = self._copied_out([*program.gradients.values()], "input")
+        if self.outside:
+            what = "these operators run between CUDA graphs, since the host takes part in them"
+            self.memory.warn_once(f"{what}: {listed(list(self.outside))}")
+        return replace(
+            program,
+            forward=(*forward, *copies),
+            backward=(*backward, *gradients),
+            delivered=tuple(delivered),
+            gradients=dict(zip(program.gradients, of_sources, strict=True)),
+            forms=self.forms,
+        )
+
+    def _grouped(self, instructions: Sequence[Instruction], ends: Iterable[str]) -> list[Instruction]:
+        """Return half a program with its runs of sections as one instruction each."""
+        grouped: list[Instruction | list[Compute]] = []
+        for instruction in instructions:
+            if isinstance(instruction, Compute) and isinstance(instruction.target, CompiledKernels):
+                if not grouped or not isinstance(grouped[-1], list):
+                    grouped.append([])
+                grouped[-1].append(instruction)  # type: ignore[union-attr]
+                continue
+            grouped.append(instruction)
+            if isinstance(instruction, Compute) and not instruction.is_view:
+                self.outside[instruction.origin.op] = None
+        readers: dict[str, set[int]] = defaultdict(set)
+        for i, item in enumerate(grouped):
+            for name in chain.from_iterable(x.operands for x in (item if isinstance(item, list) else [item])):
+                readers[name].add(i)
+        for name in ends:
+            readers[name].add(len(grouped))
+        return [
+            self._graph(item, {name for name, places in readers.items() if places - {i}})
+            if isinstance(item, list)
+            else item
+            for i, item in enumerate(grouped)
+        ]
+
+    def _graph(self, run: Sequence[Compute], read_later: Collection[str]) -> Compute:
+        made = [name for section in run for name in section.results]
+        operands = [n for n in dict.fromkeys(n for section in run for n in section.operands) if n not in {*made}]
+        results = [name for name in made if name in read_later]
+        root = memories(run, operands)
+        # Memory -> the first name of it outside. Views of operands that are copied first are copied as well.
+        holder: dict[str, str | None] = {x: x if x in self.fixed or x in self.captured else None for x in operands}
+        shares = []
+        for name in results:
+            shares.append(holder.setdefault(root[name], None))
+            if root[name] not in operands:
+                holder[root[name]] = holder[root[name]] or name
+        self.captured.update(results)
+        regions = list(dict.fromkeys(section.origin.op for section in run))
+        target = GraphKernels(
+            self.writer.kernels([(None, run)], operands, results),
+            {i for i, name in enumerate(operands) if name in self.fixed},
+            self.memory,
+            self.key,
+            f"{regions[0]} to {regions[-1]}" if len(regions) > 1 else regions[0],
+        )
+        origin = replace(run[0].origin, op=f"graph of {target.name}")
+        return self._boxed(target, operands, results, shares, origin)
+
+    def _boxed(
+        self, target: Boxed, operands: Iterable[str], results: Sequence[str], shares: Iterable[str | None], of: Origin
+    ) -> Compute:
+        forms: tuple[Form, ...] = tuple(self.forms[name] for name in results)
+        places = tuple((i,) for i in range(len(results)))
+        return Compute(target, tuple(map(Ref, operands)), (), tuple(results), places, forms, tuple(shares), of)
+
+    def _copied_out(self, names: Sequence[str], part: Part) -> tuple[list[str], list[Compute]]:
+        """Return the names with those of graphs' results replaced by copies, and the instruction that copies."""
+        copies = {x: f"{x}, copied out" for x in names if not self.captured.isdisjoint((x, self.root.get(x, x)))}
+        self.forms |= {copy: self.forms[name] for name, copy in copies.items()}
+        renamed = [copies.get(name, name) for name in names]
+        if not copies:
+            return renamed, []
+        origin = Origin("results of graphs", "", part)
+        return renamed, [self._boxed(CopyOut(), copies, [*copies.values()], [None] * len(copies), origin)]
