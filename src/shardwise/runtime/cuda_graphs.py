@@ -60,6 +60,7 @@ class GraphMemory:
     their results."""
 
     rank: int
+    device: torch.device
     programs: set[object] = field(default_factory=set)
     results: set[int] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
@@ -68,7 +69,7 @@ class GraphMemory:
 
     def __post_init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream(self.device)
         self._landing = torch.empty(0, dtype=torch.uint8)
 
     def admits(self, program: object) -> bool:
@@ -202,7 +203,7 @@ class GraphKernels(Boxed):
         given = {**dict(enumerate(operands)), **dict(zip(landed, landing, strict=True))}
         lands = {target.untyped_storage().data_ptr() for target in landing}
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.memory.device)
         try:
             with torch.cuda.stream(self.memory.stream):
                 graph.capture_begin(self.memory.pool, capture_error_mode="thread_local")  # other threads ask for events

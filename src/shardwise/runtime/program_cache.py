@@ -339,7 +339,7 @@ class ProgramCache:
         def compiled(program: RankProgram, on_host: frozenset[str]) -> tuple[RankProgram, frozenset[str]]:
             program = compiled_program(program, self.ranks, device, on_host)
             if self.settings.compile == "graphs":
-                self._graphs = self._graphs or GraphMemory(self.ranks.rank)
+                self._graphs = self._graphs or GraphMemory(self.ranks.rank, device)
                 constants = divided.constants.delivered
                 program = graph_program(program, self.ranks, device, self._graphs, constants)
             return program, on_host
