@@ -55,6 +55,8 @@ struct Block {
 
 // A graph: what to run, in order. Nothing in it keeps memory: it has addresses, as on a device.
 struct Graph {
+  explicit Graph(int64_t pool);
+  ~Graph();
   int64_t pool;
   std::vector<std::function<void(StreamId)>> nodes;
 };
@@ -99,6 +101,7 @@ std::set<std::string> races;
 int64_t live_bytes = 0, peak_bytes = 0;
 std::optional<Capture> capture;
 std::map<int64_t, std::multimap<size_t, void*>> free_memory; // of pools: bytes -> memory
+std::map<int64_t, int64_t> graphs_of; // pool -> the number of its graphs; CUDA drops a pool with the last one
 int64_t last_pool = 0;
 // The pseudo stream that clocks of events have which were recorded in a capture.
 constexpr StreamId IN_CAPTURE = -7;
@@ -594,12 +597,17 @@ void record_kernel(const c10::OperatorHandle& op, const std::string& name, const
   });
 }
 
+Graph::Graph(int64_t pool) : pool(pool) { graphs_of[pool]++; }
+
+Graph::~Graph() { graphs_of[pool]--; }
+
 void begin_capture(int64_t pool, const std::string& mode) {
   Lock lock;
   TORCH_CHECK(!capture, "a capture is under way");
+  TORCH_CHECK(!graphs_of.count(pool) || graphs_of[pool] > 0, "it->second->use_count > 0 INTERNAL ASSERT FAILED");
   const StreamId stream = current_stream();
   TORCH_CHECK(stream != 0, "CUDA graphs must be captured on a non-default stream");
-  capture = Capture{std::make_shared<Graph>(Graph{pool, {}}), std::this_thread::get_id(), {stream}, stream,
+  capture = Capture{std::make_shared<Graph>(pool), std::this_thread::get_id(), {stream}, stream,
                     mode == "global", {}, {}};
   clocks[stream][IN_CAPTURE] = 1;
 }

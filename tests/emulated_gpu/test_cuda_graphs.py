@@ -28,6 +28,7 @@ from emulated_gpu.cases import (
 from launch.gloo_ranks import RunRanks
 from runtime.interpreted import interpret_section
 from shardwise.errors import PlanWarning
+from shardwise.plans.quantities import format_bytes
 from shardwise.runtime import compiled, cuda_graphs
 from shardwise.runtime.emit import take_all
 
@@ -104,7 +105,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.first, self.norm, self.second = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,6 +167,20 @@ def _use_freely(twins: Twins) -> None:
         assert len({float(loss) for loss in losses}) == len(losses)
         return losses
 
+    def with_one_graph(par: sw.Parallel) -> list[Tensor]:
+        results = []
+        par.eval()
+        with torch.no_grad():
+            for number in range(4):
+                results.append(par(*batch(number))[1])
+                if number == 1:  # at the same address
+                    weight = par.get_parameter("first.weight")
+                    weight.data = weight.data.t()
+        par.train()
+        return results
+
+    # CUDA drops a pool with its last graph, and captures nothing in it from then on.
+    assert twins.same(with_one_graph)["graph"] == 3
     assert twins.same(steps)["graph"] == 6, "two of four steps capture and replay, and so does the second"
     same_batch = twins.same(lambda par: [par.step(*batch(1)) for _ in range(3)])  # gradients add up; masks differ
     assert same_batch["graph"] == 6
@@ -230,6 +245,9 @@ def _use_freely(twins: Twins) -> None:
 
     for _ in range(3):
         twins.same(with_hooks)
+    profile = twins.graphs.profile(*batch(1), steps=1)
+    assert profile.graph_bytes > sum(p.nbytes for p in twins.graphs.parameters()), "gradients are among the results"
+    assert f"CUDA graphs keep {format_bytes(profile.graph_bytes)}" in str(profile)
     assert not record_of_races()
 
 

@@ -18,9 +18,9 @@ calls keep these rules:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, count
 
 import torch
 from torch import Tensor, fx
@@ -38,13 +38,12 @@ from shardwise.runtime.emit import Boxed, ModuleWriter, take_all
 
 MOST_PROGRAMS = 8  # of a module that are captured: each call signature has memory of its own
 MOST_CAPTURES = 4  # of one run of sections
-_ALIGNMENT = 512  # bytes, as torch allocates
 
 
 def check_graphs(plan: Plan, device: torch.device) -> None:
     """Raise ShardwiseError unless a plan can run as CUDA graphs on a device."""
     fix = "compile=True compiles the same kernels without CUDA graphs"
-    if device.type != "cuda" or torch.version.hip:
+    if device.type != "cuda":
         raise ShardwiseError(f'compile="graphs" captures CUDA graphs, and this rank runs on {device}', fix=fix)
     if plan.is_pipeline:
         what = 'compile="graphs" is for plans without stages: micro-batches under way at once would need memory each'
@@ -56,21 +55,26 @@ def check_graphs(plan: Plan, device: torch.device) -> None:
 
 @dataclass(eq=False)
 class GraphMemory:
-    """The memory that the graphs of a module share. ``programs``: those that are captured; ``results``: addresses of
-    their results."""
+    """The memory that the graphs of a module share. ``programs``: those that are captured; ``results``: address ->
+    bytes of their results."""
 
     rank: int
     device: torch.device
     programs: set[object] = field(default_factory=set)
-    results: set[int] = field(default_factory=set)
+    results: dict[int, int] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
-    _captures: int = 0
+    numbers: Iterator[int] = field(default_factory=count)  # of graphs; those captured later have larger ones
     _replayed: list[_Graph] = field(default_factory=list)  # as they were captured; their results may be in use
 
     def __post_init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
-        self._landing = torch.empty(0, dtype=torch.uint8)
+        self._landing = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes that graphs keep from step to step."""
+        return sum(self.results.values()) + self._landing.nbytes
 
     def admits(self, program: object) -> bool:
         """Return whether a program may be captured."""
@@ -88,11 +92,6 @@ class GraphMemory:
             warn_user(what, PlanWarning)
         self._warned.add(what)
 
-    def number(self) -> int:
-        """Return the number of a new graph. Those of graphs captured later are larger."""
-        self._captures += 1
-        return self._captures
-
     def admits_replay(self, graph: _Graph) -> bool:
         """Return whether nothing uses results of graphs captured later, and note that this one is replayed if so."""
         while self._replayed and self._replayed[-1].number >= graph.number:
@@ -103,32 +102,39 @@ class GraphMemory:
         return True
 
     def forget(self, graph: _Graph) -> None:
-        self.results -= graph.made
+        """Give the memory of a graph's results to those captured from now on."""
+        for address in graph.own:
+            self.results.pop(address, None)
+        graph.results, graph.own = (), {}
         if graph in self._replayed:
             self._replayed.remove(graph)
 
     def landing(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Return memory for a copy of the operands, which other graphs overwrite."""
-        # One element in several places, as of an expanded tensor, cannot be written: it gets several.
-        strides = [x.new_empty(x.shape, device="meta").stride() if 0 in x.stride() else x.stride() for x in operands]
-        sizes = [-(-_extent(*of) // _ALIGNMENT) * _ALIGNMENT for of in zip(operands, strides, strict=True)]
+        sizes = [-(-operand.nbytes // 512) * 512 for operand in operands]  # aligned as torch aligns memory
         if self._landing.nbytes < sum(sizes):  # graphs so far keep the memory that they have
-            self._landing = torch.empty(sum(sizes), dtype=torch.uint8, device=operands[0].device)
-        storage, landing, begin = self._landing.untyped_storage(), [], 0
-        for operand, stride, size in zip(operands, strides, sizes, strict=True):
-            target = torch.empty(0, dtype=operand.dtype, device=operand.device)
-            landing.append(target.set_(storage, begin // operand.itemsize, operand.shape, stride))
-            begin += size
-        return landing
+            self._landing = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        parts = self._landing[: sum(sizes)].split(sizes)
+        return [
+            part[: operand.nbytes].view(operand.dtype).as_strided(operand.shape, _dense_stride(operand))
+            for part, operand in zip(parts, operands, strict=True)
+        ]
 
 
-def _extent(tensor: Tensor, strides: Sequence[int]) -> int:
-    """Return the bytes from the first to the last element of a tensor with these strides."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    return (last + 1) * tensor.itemsize if tensor.numel() else 0
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a copy, which has no element in several places."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _place_of(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.stride()
+
+
+def copy_all(targets: Collection[Tensor], sources: Collection[Tensor]) -> None:
     """Copy tensors, those of one dtype by one kernel."""
     of_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in zip(targets, sources, strict=True):
@@ -168,7 +174,7 @@ class GraphKernels(Boxed):
         if is_first or not self.memory.admits(self.program):
             return self._run(operands)
         if graph is not None:
-            moved = {i for i, address in graph.addresses.items() if operands[i].data_ptr() != address}
+            moved = {i for i, place in graph.places.items() if _place_of(operands[i]) != place}
             if not all(self._stays(i, operands[i]) for i in moved) or not graph.is_free():
                 return self._run(operands)
             if moved or not self.memory.admits_replay(graph):
@@ -180,79 +186,69 @@ class GraphKernels(Boxed):
                     return self._run(operands)
                 self.fixed -= moved
                 self.memory.forget(graph)
-                self._graph = graph = None
+                self._graph = None  # `graph` stays until this call ends: CUDA drops a pool with its last graph
         with torch.inference_mode(False), torch.no_grad():
-            if graph is None:
+            if self._graph is None:
                 self._captures += 1
-                self._graph = graph = self._capture(operands)
-                self.memory.admits_replay(graph)
-            return graph.replay(operands)
+                self._graph = self._capture(operands)
+                self.memory.admits_replay(self._graph)
+            return self._graph.replay(operands)
 
     def _stays(self, position: int, operand: Tensor) -> bool:
         """Return whether an operand has memory that stays, as parameters and results of graphs have."""
-        return position in self.fixed or operand.untyped_storage().data_ptr() in self.memory.results
+        return position in self.fixed or _memory_of(operand) in self.memory.results
 
     def _run(self, operands: list[Tensor]) -> Sequence[Tensor]:
         results: Sequence[Tensor] = self.kernels(*take_all(operands))
         return results
 
     def _capture(self, operands: Sequence[Tensor]) -> _Graph:
-        landed = [i for i, operand in enumerate(operands) if not self._stays(i, operand)]
-        landing = self.memory.landing([operands[i] for i in landed]) if landed else []
-        copy_all(landing, [operands[i] for i in landed])
-        given = {**dict(enumerate(operands)), **dict(zip(landed, landing, strict=True))}
-        lands = {target.untyped_storage().data_ptr() for target in landing}
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.memory.device)
-        try:
-            with torch.cuda.stream(self.memory.stream):
-                graph.capture_begin(self.memory.pool, capture_error_mode="thread_local")  # other threads ask for events
-                try:
-                    results = [
-                        result.clone() if result.untyped_storage().data_ptr() in lands else result
-                        for result in self.kernels(*given.values())
-                    ]
-                finally:
-                    graph.capture_end()
+        places = {i: _place_of(operand) for i, operand in enumerate(operands) if self._stays(i, operand)}
+        landed = [i for i in range(len(operands)) if i not in places]
+        landing = dict(zip(landed, self.memory.landing([operands[i] for i in landed]), strict=True))
+        copy_all(landing.values(), [operands[i] for i in landed])
+        given = [landing.get(i, operand) for i, operand in enumerate(operands)]
+        lands, read = set(map(_memory_of, landing.values())), set(map(_memory_of, given))
+        graph, pool, stream = torch.cuda.CUDAGraph(), self.memory.pool, self.memory.stream
+        try:  # Other threads ask for events. `torch.cuda.graph` leaves the stream only where its end succeeds.
+            with (
+                torch.cuda.stream(stream),
+                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                results = [x.clone() if _memory_of(x) in lands else x for x in self.kernels(*given)]
         except Exception as error:
             reason = str(error.__context__ or error).strip().partition("\n")[0]
             what = f"{self.name} cannot be captured in a CUDA graph: {reason}"
             raise ShardwiseError(what, fix="compile=True runs the same kernels one by one") from error
-        addresses = {i: operand.data_ptr() for i, operand in enumerate(operands) if i not in landed}
-        read = {operand.untyped_storage().data_ptr() for operand in operands}
-        captured = _Graph(graph, self.memory.number(), results, tuple(landed), landing, addresses, read)
-        self.memory.results |= captured.made
-        return captured
+        own = {_memory_of(x): x.untyped_storage() for x in results if _memory_of(x) not in read}
+        self.memory.results |= {address: storage.nbytes() for address, storage in own.items()}
+        return _Graph(graph, next(self.memory.numbers), results, own, landing, places)
 
 
 @dataclass(eq=False)
 class _Graph:
-    """A captured run. ``number``: in the order of captures; ``landed``: positions of the operands that are copied to
-    ``landing``; ``addresses``: of the others; ``read``: storages of operands, which results may be views of."""
+    """A captured run. ``number``: in the order of captures; ``own``: memory of the results that are no views of
+    operands; ``landing``: position of an operand -> where it is copied to; ``places``: of the other operands."""
 
     graph: torch.cuda.CUDAGraph
     number: int
     results: Sequence[Tensor]
-    landed: tuple[int, ...]
-    landing: Sequence[Tensor]
-    addresses: dict[int, int]
-    read: Collection[int]
+    own: dict[int, torch.UntypedStorage]
+    landing: dict[int, Tensor]
+    places: dict[int, tuple[int, tuple[int, ...]]]
 
     def __post_init__(self) -> None:
-        storages = {result.untyped_storage().data_ptr(): result.untyped_storage() for result in self.results}
-        self._own = [storage for address, storage in storages.items() if address not in self.read]
-        self.made = {storage.data_ptr() for storage in self._own}
         self._uses = self._count()
 
     def _count(self) -> list[int]:
-        return [torch._C._storage_Use_Count(storage._cdata) for storage in self._own]
+        return [torch._C._storage_Use_Count(storage._cdata) for storage in self.own.values()]
 
     def is_free(self) -> bool:
         """Return whether nothing holds the results of the last replay."""
         return all(map(int.__le__, self._count(), self._uses))
 
     def replay(self, operands: list[Tensor]) -> Sequence[Tensor]:
-        copy_all(self.landing, [operands[i] for i in self.landed])
+        copy_all(self.landing.values(), [operands[i] for i in self.landing])
         operands.clear()
         self.graph.replay()
         return [result.detach() for result in self.results]  # whose uses are counted
@@ -269,16 +265,9 @@ def graph_program(
 
 
 def graph_bytes(program: RankProgram) -> int:
-    """Return the bytes that the graphs of a program keep from step to step: their results, and the landing buffer."""
-    graphs = [x for x in (*program.forward, *program.backward) if isinstance(getattr(x, "target", None), GraphKernels)]
-    results = {name for graph in graphs for name in graph.results}
-    kept, landing = 0, 0
-    for graph in graphs:
-        assert isinstance(graph, Compute)
-        kept += sum(form.num_bytes for form, shared in zip(graph.forms, graph.shares, strict=True) if shared is None)
-        copied = (x for i, x in enumerate(graph.operands) if i not in graph.target.fixed and x not in results)
-        landing = max(landing, sum(program.forms[name].num_bytes for name in copied))
-    return kept + landing
+    """Return the bytes that the graphs of a program's module keep from step to step."""
+    targets = (getattr(instruction, "target", None) for instruction in (*program.forward, *program.backward))
+    return next((target.memory.kept_bytes for target in targets if isinstance(target, GraphKernels)), 0)
 
 
 @dataclass

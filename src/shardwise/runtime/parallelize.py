@@ -81,7 +81,8 @@ def parallelize(
             backward into input and weight gradients. The default on CPUs is False, since compiling takes longer there
             than most runs gain. ``"graphs"``: as True, and the kernels between messages are CUDA graphs from the second
             call on (``runtime.cuda_graphs``), for steps so short that the host limits them. It needs a GPU, and a plan
-            without stages and offload.
+            without stages and offload. What the graphs keep from step to step is known once they are captured: the
+            check of memory here does not count it, and ``profile`` measures it.
         check_replicas: Interval, in training calls from the first, at which ranks compare the values of which they hold
             copies (``runtime.replicas``). A ReplicaError names the first operator, parameter or input that differs.
             Such a call is not compiled. Rank 0's setting counts; 0 or None: never.

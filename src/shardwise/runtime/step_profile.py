@@ -123,9 +123,10 @@ def profile_step(
     variant = None if emitted_step.compiling is None else emitted_step.compiling.variant
     emitted = variant.emitted if isinstance(variant, CallableStep) else variant
     compiled = None if emitted is None else emitted.program
-    in_graphs = graph_bytes(compiled) if compiled is not None else 0
-    if in_graphs:
-        step()  # captures them
+    in_graphs = 0
+    if compiled is not None:
+        step()  # the second one captures CUDA graphs
+        in_graphs = graph_bytes(compiled)
     wall, peak = _measured(step, device, steps)
     clocks = [_Clock(emitted_step.program, device, state) for _ in range(steps)]
     for clock in clocks:
