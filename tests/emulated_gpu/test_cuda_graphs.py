@@ -173,14 +173,26 @@ def _use_freely(twins: Twins) -> None:
         with torch.no_grad():
             for number in range(4):
                 results.append(par(*batch(number))[1])
-                if number == 1:  # at the same address
+                if number in (1, 2):  # at the same address
                     weight = par.get_parameter("first.weight")
                     weight.data = weight.data.t()
         par.train()
         return results
 
+    end_capture = torch.cuda.CUDAGraph.capture_end
+
+    def fail(graph: torch.cuda.CUDAGraph) -> None:
+        end_capture(graph)
+        raise RuntimeError("no room")
+
+    with (
+        mock.patch.object(torch.cuda.CUDAGraph, "capture_end", fail),
+        pytest.raises(sw.ShardwiseError, match="cannot be captured in a CUDA graph: no room"),
+    ):
+        twins.same(with_one_graph)
     # CUDA drops a pool with its last graph, and captures nothing in it from then on.
-    assert twins.same(with_one_graph)["graph"] == 3
+    with pytest.warns(PlanWarning, match="in place"):
+        assert twins.same(with_one_graph)["graph"] == 3, "one call reads a weight that lies otherwise"
     assert twins.same(steps)["graph"] == 6, "two of four steps capture and replay, and so does the second"
     same_batch = twins.same(lambda par: [par.step(*batch(1)) for _ in range(3)])  # gradients add up; masks differ
     assert same_batch["graph"] == 6
@@ -221,12 +233,16 @@ def _use_freely(twins: Twins) -> None:
         twins.same(evaluate)
 
     def elsewhere(par: sw.Parallel) -> list[Tensor]:
+        before = [p.data for p in par.parameters()]
         for p in par.parameters():
             p.data = p.data.clone()
-        return steps(par)
+        losses = steps(par)
+        for p, data in zip(par.parameters(), before, strict=True):
+            p.data = data.copy_(p.data)
+        return losses
 
-    twins.same(elsewhere)
-    assert twins.same(steps)["graph"] == 8, "parameters that moved once are copied"
+    assert not twins.same(elsewhere)["graph"]
+    assert twins.same(steps)["graph"] == 8, "parameters are back"
     for size in (5, 6):
         twins.same(lambda par, size=size: [par.step(*batch(number, size)) for number in range(3)])
     captured = len(twins.graphs._calls._graphs.programs)

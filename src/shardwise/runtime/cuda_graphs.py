@@ -4,15 +4,15 @@ A graph runs its kernels at the addresses that they had when it was captured, fo
 compiled program, runs of sections without a message in between become one instruction each (``graph_kernels``), whose
 calls keep these rules:
 
-* The first call runs the sections as they are, which loads their kernels. The second captures them.
-* Operands that stay (parameters, buffers, hoisted constants, results of other graphs) are read where they are. All
-  others are copied to one *landing* buffer first. Its content is needed during a replay only, so all graphs share it.
+* The first call runs the sections as they are, which loads their kernels. The second captures them, for good.
+* Operands that stay (parameters, buffers, results of other graphs) are read where they are. All others are copied to
+  one *landing* buffer first. Its content is needed during a replay only, so all graphs share it.
 * Every graph has memory of its own for its results. What leaves the program (the loss, outputs, gradients) is copied
   out of it.
-* Temporary memory is shared, also with results of graphs captured later. So while these are in use an earlier graph is
-  not replayed, but captured again behind them.
-* A call runs uncaptured while its last results are in use, as in a second forward ahead of the first one's backward,
-  and if it is given such results. A parameter that has moved is an operand to be copied from then on.
+* Temporary memory is shared, also with results of graphs captured later. So while these are in use, an earlier graph is
+  not replayed.
+* The sections run uncaptured then, and likewise while the last results of their graph are in use (as in a second
+  forward ahead of the first one's backward), and where an operand is elsewhere than at the capture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import chain, count, groupby
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -37,7 +38,6 @@ from shardwise.runtime.compiled import CompiledKernels
 from shardwise.runtime.emit import Boxed, ModuleWriter, take_all
 
 MOST_PROGRAMS = 8  # of a module that are captured: each call signature has memory of its own
-MOST_CAPTURES = 4  # of one run of sections
 
 
 def check_graphs(plan: Plan, device: torch.device) -> None:
@@ -62,12 +62,12 @@ class GraphMemory:
     device: torch.device
     programs: set[object] = field(default_factory=set)
     results: dict[int, int] = field(default_factory=dict)
+    pool: Any = None  # of the first graph: CUDA drops a pool that has none
+    numbers: Iterator[int] = field(default_factory=count)  # of graphs, in the order of captures
     _warned: set[str] = field(default_factory=set)
-    numbers: Iterator[int] = field(default_factory=count)  # of graphs; those captured later have larger ones
     _replayed: list[_Graph] = field(default_factory=list)  # as they were captured; their results may be in use
 
     def __post_init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
         self._landing = torch.empty(0, dtype=torch.uint8, device=self.device)
 
@@ -100,14 +100,6 @@ class GraphMemory:
             self._replayed.pop()
         self._replayed.append(graph)
         return True
-
-    def forget(self, graph: _Graph) -> None:
-        """Give the memory of a graph's results to those captured from now on."""
-        for address in graph.own:
-            self.results.pop(address, None)
-        graph.results, graph.own = (), {}
-        if graph in self._replayed:
-            self._replayed.remove(graph)
 
     def landing(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """Return memory for a copy of the operands, which other graphs overwrite."""
@@ -167,53 +159,40 @@ class GraphKernels(Boxed):
     name: str
     _graph: _Graph | None = None
     _has_run: bool = False
-    _captures: int = 0
 
     def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
-        graph, self._has_run, is_first = self._graph, True, not self._has_run
+        is_first, self._has_run = not self._has_run, True
         if is_first or not self.memory.admits(self.program):
             return self._run(operands)
-        if graph is not None:
-            moved = {i for i, place in graph.places.items() if _place_of(operands[i]) != place}
-            if not all(self._stays(i, operands[i]) for i in moved) or not graph.is_free():
-                return self._run(operands)
-            if moved or not self.memory.admits_replay(graph):
-                if self._captures == MOST_CAPTURES:
-                    self.memory.warn_once(
-                        f"{self.name} was captured {MOST_CAPTURES} times, and other memory or another order of calls "
-                        "asks for more: it runs without CUDA graphs where the last one does not serve"
-                    )
-                    return self._run(operands)
-                self.fixed -= moved
-                self.memory.forget(graph)
-                self._graph = None  # `graph` stays until this call ends: CUDA drops a pool with its last graph
         with torch.inference_mode(False), torch.no_grad():
-            if self._graph is None:
-                self._captures += 1
-                self._graph = self._capture(operands)
-                self.memory.admits_replay(self._graph)
-            return self._graph.replay(operands)
-
-    def _stays(self, position: int, operand: Tensor) -> bool:
-        """Return whether an operand has memory that stays, as parameters and results of graphs have."""
-        return position in self.fixed or _memory_of(operand) in self.memory.results
+            self._graph = graph = self._graph or self._capture(operands)
+            moved = [i for i, place in graph.places.items() if _place_of(operands[i]) != place]
+            if not moved and graph.is_free() and self.memory.admits_replay(graph):
+                return graph.replay(operands)
+        if not self.fixed.isdisjoint(moved):
+            self.memory.warn_once(
+                "parameters or buffers are elsewhere than when CUDA graphs captured them, so that what reads them runs "
+                "without: write into them in place (copy_)"
+            )
+        return self._run(operands)
 
     def _run(self, operands: list[Tensor]) -> Sequence[Tensor]:
         results: Sequence[Tensor] = self.kernels(*take_all(operands))
         return results
 
     def _capture(self, operands: Sequence[Tensor]) -> _Graph:
-        places = {i: _place_of(operand) for i, operand in enumerate(operands) if self._stays(i, operand)}
+        stay = {i for i, x in enumerate(operands) if i in self.fixed or _memory_of(x) in self.memory.results}
+        places = {i: _place_of(operands[i]) for i in stay}
         landed = [i for i in range(len(operands)) if i not in places]
         landing = dict(zip(landed, self.memory.landing([operands[i] for i in landed]), strict=True))
         copy_all(landing.values(), [operands[i] for i in landed])
         given = [landing.get(i, operand) for i, operand in enumerate(operands)]
         lands, read = set(map(_memory_of, landing.values())), set(map(_memory_of, given))
-        graph, pool, stream = torch.cuda.CUDAGraph(), self.memory.pool, self.memory.stream
+        graph, memory = torch.cuda.CUDAGraph(), self.memory
         try:  # Other threads ask for events. `torch.cuda.graph` leaves the stream only where its end succeeds.
             with (
-                torch.cuda.stream(stream),
-                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                torch.cuda.stream(memory.stream),
+                torch.cuda.graph(graph, memory.pool, memory.stream, capture_error_mode="thread_local"),
             ):
                 results = [x.clone() if _memory_of(x) in lands else x for x in self.kernels(*given)]
         except Exception as error:
@@ -221,8 +200,9 @@ class GraphKernels(Boxed):
             what = f"{self.name} cannot be captured in a CUDA graph: {reason}"
             raise ShardwiseError(what, fix="compile=True runs the same kernels one by one") from error
         own = {_memory_of(x): x.untyped_storage() for x in results if _memory_of(x) not in read}
-        self.memory.results |= {address: storage.nbytes() for address, storage in own.items()}
-        return _Graph(graph, next(self.memory.numbers), results, own, landing, places)
+        memory.results |= {address: storage.nbytes() for address, storage in own.items()}
+        memory.pool = memory.pool or graph.pool()
+        return _Graph(graph, next(memory.numbers), results, own, landing, places)
 
 
 @dataclass(eq=False)
@@ -254,20 +234,22 @@ class _Graph:
         return [result.detach() for result in self.results]  # whose uses are counted
 
 
-def graph_program(
-    program: RankProgram, ranks: Communicator, device: torch.device, memory: GraphMemory, constants: Iterable[str]
-) -> RankProgram:
-    """Return a compiled program whose runs of sections are captured in CUDA graphs. ``constants``: the hoisted ones."""
+def graph_program(program: RankProgram, ranks: Communicator, device: torch.device, memory: GraphMemory) -> RankProgram:
+    """Return a compiled program whose runs of sections are captured in CUDA graphs."""
     sources = program.spmd.graph.sources
     stay = {s.value for s in sources if s.kind in ("parameter", "buffer") and s.names[0] != SEED}
     writer = ModuleWriter(program, ranks, ranks, device, frozenset())
-    return _Grouping(program, writer, memory, {*stay, *constants}).run()
+    return _Grouping(program, writer, memory, stay).run()
 
 
 def graph_bytes(program: RankProgram) -> int:
     """Return the bytes that the graphs of a program's module keep from step to step."""
     targets = (getattr(instruction, "target", None) for instruction in (*program.forward, *program.backward))
     return next((target.memory.kept_bytes for target in targets if isinstance(target, GraphKernels)), 0)
+
+
+def _is_section(instruction: Instruction) -> TypeGuard[Compute]:
+    return isinstance(instruction, Compute) and isinstance(instruction.target, CompiledKernels)
 
 
 @dataclass
@@ -300,28 +282,21 @@ class _Grouping:
 
     def _grouped(self, instructions: Sequence[Instruction], ends: Iterable[str]) -> list[Instruction]:
         """Return half a program with its runs of sections as one instruction each."""
-        grouped: list[Instruction | list[Compute]] = []
-        for instruction in instructions:
-            if isinstance(instruction, Compute) and isinstance(instruction.target, CompiledKernels):
-                if not grouped or not isinstance(grouped[-1], list):
-                    grouped.append([])
-                grouped[-1].append(instruction)  # type: ignore[union-attr]
-                continue
-            grouped.append(instruction)
-            if isinstance(instruction, Compute) and not instruction.is_view:
-                self.outside[instruction.origin.op] = None
+        runs = [list(run) for _, run in groupby(instructions, _is_section)]
         readers: dict[str, set[int]] = defaultdict(set)
-        for i, item in enumerate(grouped):
-            for name in chain.from_iterable(x.operands for x in (item if isinstance(item, list) else [item])):
+        for i, run in enumerate(runs):
+            for name in chain.from_iterable(instruction.operands for instruction in run):
                 readers[name].add(i)
         for name in ends:
-            readers[name].add(len(grouped))
-        return [
-            self._graph(item, {name for name, places in readers.items() if places - {i}})
-            if isinstance(item, list)
-            else item
-            for i, item in enumerate(grouped)
-        ]
+            readers[name].add(len(runs))
+        grouped: list[Instruction] = []
+        for i, run in enumerate(runs):
+            if sections := [instruction for instruction in run if _is_section(instruction)]:
+                grouped.append(self._graph(sections, {name for name, places in readers.items() if places - {i}}))
+            else:
+                grouped += run
+                self.outside |= {x.origin.op: None for x in run if isinstance(x, Compute) and not x.is_view}
+        return grouped
 
     def _graph(self, run: Sequence[Compute], read_later: Collection[str]) -> Compute:
         made = [name for section in run for name in section.results]

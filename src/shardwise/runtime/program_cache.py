@@ -340,8 +340,7 @@ class ProgramCache:
             program = compiled_program(program, self.ranks, device, on_host)
             if self.settings.compile == "graphs":
                 self._graphs = self._graphs or GraphMemory(self.ranks.rank, device)
-                constants = divided.constants.delivered
-                program = graph_program(program, self.ranks, device, self._graphs, constants)
+                program = graph_program(program, self.ranks, device, self._graphs)
             return program, on_host
 
         def compiling(make: Callable[[], _R]) -> CompiledVariant[_R] | None:
