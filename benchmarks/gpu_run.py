@@ -270,6 +270,36 @@ def waits(here: Here) -> Lines:
         yield {"model": name, "ok": not found, "waits": found}
 
 
+def graphs(here: Here) -> Lines:
+    """Steps that the host limits: eager, compiled, and with CUDA graphs, which must have the losses of the compiled."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def small(tiny: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+        ids = torch.randint(50257, (1, 128))
+        config = GPT2Config(embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
+        return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+    models = {name: MODELS[name] for name in ("gpt2", "llama")} | ({} if here.tiny else {"gpt2, 1 x 128 tokens": small})
+    ways = (False, True, "graphs") if here.is_gpu else (False,)  # a CPU has no graphs
+    for name, build in models.items():
+        losses: dict[Any, list[float]] = {}
+        seconds: dict[str, float] = {}
+        for way in ways:
+            here.free()
+            torch.manual_seed(0)
+            model, inputs = build(True)
+            model, inputs = model.to(here.device).train(), {key: x.to(here.device) for key, x in inputs.items()}
+            plan = sw.plan(model, inputs, 1, mesh=sw.Mesh(dp=1))
+            par = sw.parallelize(model, plan, compile=way, device=here.device)
+            step = training_step(lambda par=par, inputs=inputs: par.step(**inputs), par, here.device)
+            losses[way] = [step().item() for _ in range(STEPS)]
+            seconds[{False: "eager", True: "compiled"}.get(way, "graphs")] = here.seconds(step)
+            peak = here.peak_bytes
+            del model, par, step
+        ok = losses[ways[-1]] == losses.get(True, losses[False])
+        yield {"model": name, "ok": ok, "losses": losses[ways[-1]], "seconds": seconds, "peak_bytes": peak}
+
+
 def late(here: Here) -> Lines:
     """Four ranks on this one device whose messages are late (``late_ranks.py``): races would change the losses."""
     script, size = Path(__file__).with_name("late_ranks.py"), 2 if here.tiny else 4
@@ -342,6 +372,7 @@ PARTS: Mapping[str, tuple[Callable[[Here], Lines], int]] = {  # with limits in s
     "float8": (float8, 60),
     "copies": (copies, 30),
     "waits": (waits, 60),
+    "graphs": (graphs, 120),
     "late": (late, 120),
     "rank_programs": (rank_programs, 120),
     "steps": (steps, 300),

@@ -25,7 +25,7 @@ def lines(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
     [
         ["environment"],
         pytest.param(
-            ["equal", "peaks", "head_loss", "float8", "copies", "waits", "late", "rank_programs", "steps"],
+            ["equal", "peaks", "head_loss", "float8", "copies", "waits", "graphs", "late", "rank_programs", "steps"],
             marks=pytest.mark.long,
         ),
     ],

@@ -276,3 +276,15 @@ def test_a_pipeline_on_gpus_says_what_its_compiled_step_takes(
     assert asked.step.seconds.low < asked.step_seconds < asked.step.seconds.high
     plan.save(tmp_path / "plan.json")
     assert sw.Plan.load(tmp_path / "plan.json").pipeline == plan.pipeline
+
+
+def test_a_step_that_waits_for_the_host_is_predicted_with_cuda_graphs_too() -> None:
+    """The host starts what lies between two messages at once. Offload frees nothing then, and is not combined."""
+    model, inputs = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), (torch.empty(8, 64), torch.empty(8, 64))
+    plan = sw.plan(model, inputs, "h100-1x1", loss=nn.functional.mse_loss)
+    found = plan.prediction
+    assert found.host_wait > 0.5 * found.compiled_seconds
+    assert 0 < found.graph_seconds < 0.7 * found.compiled_seconds
+    advised = f'use a larger batch, or compile="graphs" ({format_seconds(found.graph_seconds)})'
+    assert advised in str(plan)
+    assert sw.Plan.from_json(plan.to_json()).prediction == found

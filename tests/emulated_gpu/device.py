@@ -155,6 +155,28 @@ class Stream:
         return hash(self.stream_id)
 
 
+class CUDAGraph:
+    """A capture runs nothing, as far as anyone can see (``gpu.cpp``); a replay is one launch."""
+
+    def capture_begin(
+        self, pool: Any = None, capture_error_mode: str = "global", check_input_liveness: bool = False
+    ) -> None:
+        self._pool = pool or (0, gpu.new_pool())
+        gpu.begin_capture(self._pool[1], capture_error_mode)
+
+    def capture_end(self) -> None:
+        self._graph = gpu.end_capture()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def reset(self) -> None:
+        self._graph = None
+
+    def pool(self) -> Any:
+        return self._pool
+
+
 def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
@@ -224,7 +246,9 @@ def _replace_torch_cuda(num_gpus: int) -> None:
         "stream": _on_stream,
         "current_stream": lambda device=None: Stream(number=gpu.current_stream()),
         "default_stream": lambda device=None: Stream(number=0),
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: gpu.is_capturing(),
+        "CUDAGraph": CUDAGraph,
+        "graph_pool_handle": lambda: (0, gpu.new_pool()),
         "mem_get_info": lambda device=None: (MEMORY - gpu.live_bytes(), MEMORY),
         "memory_allocated": lambda device=None: gpu.live_bytes(),
         "memory_reserved": lambda device=None: gpu.live_bytes(),
@@ -249,6 +273,8 @@ def _replace_torch_cuda(num_gpus: int) -> None:
     for name, value in {**replaced, **dict.fromkeys(silent, nothing)}.items():
         setattr(torch.cuda, name, value)
     torch._C._cuda_getCurrentRawStream = lambda index: 0
+    torch._C._host_emptyCache = nothing
+    torch.cuda.graphs.graph.default_capture_stream = None
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.Tensor.record_stream = lambda tensor, stream: gpu.record_stream(tensor, stream.stream_id)
     torch.Tensor.__deepcopy__ = _deepcopy_of(torch.Tensor.__deepcopy__)

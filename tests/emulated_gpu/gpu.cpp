@@ -22,7 +22,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <functional>
 #include <set>
+#include <thread>
 #include <unordered_map>
 
 namespace py = pybind11;
@@ -48,6 +50,27 @@ struct Block {
   std::set<StreamId> recorded;   // record_stream: the allocator itself waits for these
   size_t bytes = 0;
   bool is_pinned = false;
+  int64_t pool = -1; // of graphs: its memory is never given back to the device
+};
+
+// A graph: what to run, in order. Nothing in it keeps memory: it has addresses, as on a device.
+struct Graph {
+  explicit Graph(int64_t pool);
+  ~Graph();
+  int64_t pool;
+  std::vector<std::function<void(StreamId)>> nodes;
+};
+
+// The capture under way. Kernels run at once, for the sizes of their results; at the end that is undone: memory outside
+// of the pool is as before, and the pool's is NaN. So nothing that a capture computes can be read.
+struct Capture {
+  std::shared_ptr<Graph> graph;
+  std::thread::id thread;
+  std::set<StreamId> streams; // the first one, and those that wait for an event of the capture
+  StreamId first;
+  bool is_global; // other threads may not wait either
+  std::map<void*, std::vector<char>> before; // memory outside of the pool that kernels wrote
+  std::map<void*, size_t> made;              // the pool's, used in this capture
 };
 
 // A copy between pinned memory and the device, of which the host does not know that it has finished.
@@ -76,6 +99,12 @@ std::vector<std::shared_ptr<Pending>> pending;
 std::map<std::string, int64_t> launches;
 std::set<std::string> races;
 int64_t live_bytes = 0, peak_bytes = 0;
+std::optional<Capture> capture;
+std::map<int64_t, std::multimap<size_t, void*>> free_memory; // of pools: bytes -> memory
+std::map<int64_t, int64_t> graphs_of; // pool -> the number of its graphs; CUDA drops a pool with the last one
+int64_t last_pool = 0;
+// The pseudo stream that clocks of events have which were recorded in a capture.
+constexpr StreamId IN_CAPTURE = -7;
 std::string last_error; // of a call of CUDA's runtime, which the next kernel reports unless somebody takes it
 // Called with (is a race, text). Never freed: the interpreter may be gone before this library.
 py::object* listener = nullptr;
@@ -99,9 +128,39 @@ const void* memory_of(const Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() ? tensor.storage().data() : nullptr;
 }
 
+bool is_captured(StreamId stream) { return capture && capture->streams.count(stream); }
+
+void refuse_in_capture(const std::string& what) {
+  const bool asks = capture && (capture->is_global || capture->thread == std::this_thread::get_id());
+  TORCH_CHECK(!asks, "CUDA error: operation not permitted when stream is capturing (", what, ")");
+}
+
+// Keep what memory outside of the pool holds before the first kernel of the capture writes to it.
+void keep_before(const Tensor& tensor) {
+  if (!capture || !tensor.defined() || !tensor.has_storage()) return;
+  void* memory = tensor.storage().mutable_data();
+  if (capture->made.count(memory) || capture->before.count(memory)) return;
+  auto* first = static_cast<char*>(memory);
+  capture->before[memory] = std::vector<char>(first, first + tensor.storage().nbytes());
+}
+
+// The same memory, on the device, without keeping it.
+Tensor at_address(const Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cuda()) return tensor.defined() ? tensor.clone() : tensor;
+  const auto& storage = tensor.storage();
+  auto result = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(),
+                   c10::DataPtr(storage.mutable_data(), storage.device()), nullptr, false),
+      c10::DispatchKeySet(c10::DispatchKey::CUDA), tensor.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  if (tensor.is_conj()) result._set_conj(true);
+  if (tensor.is_neg()) result._set_neg(true);
+  return result;
+}
+
 void use(StreamId stream, const void* memory, bool writes, const std::string& kernel) {
   auto found = blocks.find(memory);
-  if (inside || found == blocks.end()) return;
+  if (inside || is_captured(stream) || found == blocks.end()) return; // a capture reads and writes nothing
   Block& block = found->second;
   const Clock& now = clocks[stream];
   const std::string what = kernel + on(stream) + (writes ? " writes" : " reads");
@@ -120,6 +179,7 @@ void use(StreamId stream, const void* memory, bool writes, const std::string& ke
 }
 
 void release(void* memory) {
+  bool is_pooled = false;
   {
     Lock lock;
     auto found = blocks.find(memory);
@@ -131,7 +191,17 @@ void release(void* memory) {
       auto in_use = [&](StreamId stream, int64_t tick) {
         return stream >= 0 && stream != block.owner && !block.recorded.count(stream) && !happened(now, stream, tick);
       };
-      if (!block.is_pinned) { // torch frees pinned memory once the copies have finished
+      is_pooled = block.pool >= 0;
+      if (is_pooled) {
+        const size_t bytes = block.bytes;
+        free_memory[block.pool].emplace(bytes, memory);
+        // Who reads it from now on, or at this place of the graph, sees NaN.
+        if (capture && capture->graph->pool == block.pool)
+          capture->graph->nodes.emplace_back([memory, bytes](StreamId) { memset(memory, 0xff, bytes); });
+        else
+          memset(memory, 0xff, bytes);
+      }
+      if (!block.is_pinned && !is_pooled) { // torch frees pinned memory once the copies have finished
         live_bytes -= block.bytes;
         if (in_use(block.writer, block.write.tick))
           race("memory" + where + block.write.kernel + on(block.writer) + " may still write it");
@@ -141,21 +211,32 @@ void release(void* memory) {
       blocks.erase(found);
     }
   }
-  free(memory);
+  if (!is_pooled) free(memory);
 }
 
 struct Memory final : c10::Allocator {
   explicit Memory(bool is_pinned) : is_pinned(is_pinned) {}
   c10::DataPtr allocate(size_t bytes) override {
     void* memory = nullptr;
-    TORCH_CHECK(posix_memalign(&memory, 512, std::max<size_t>(bytes, 1)) == 0, "CUDA out of memory");
-    memset(memory, 0xff, bytes); // NaN: who reads what nothing wrote sees it
     Lock lock;
+    const int64_t pool = !is_pinned && is_captured(current_stream()) ? capture->graph->pool : -1;
+    if (pool >= 0) {
+      auto& of_pool = free_memory[pool];
+      if (auto found = of_pool.find(bytes); found != of_pool.end()) {
+        memory = found->second;
+        of_pool.erase(found);
+      }
+    }
+    const bool is_new = !memory;
+    if (is_new) TORCH_CHECK(posix_memalign(&memory, 512, std::max<size_t>(bytes, 1)) == 0, "CUDA out of memory");
+    memset(memory, 0xff, bytes); // NaN: who reads what nothing wrote sees it
     Block& block = blocks[memory] = Block{};
     block.owner = current_stream();
     block.bytes = bytes;
     block.is_pinned = is_pinned;
-    if (!is_pinned) peak_bytes = std::max(peak_bytes, live_bytes += bytes);
+    block.pool = pool;
+    if (pool >= 0) capture->made[memory] = bytes;
+    if (!is_pinned && is_new) peak_bytes = std::max(peak_bytes, live_bytes += bytes);
     return {memory, memory, &release, is_pinned ? Device(DeviceType::CPU) : Device(DeviceType::CUDA, device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -249,6 +330,7 @@ bool is_done(const Clock& until, bool tells_host) {
   std::vector<std::shared_ptr<Pending>> awaited;
   {
     Lock lock;
+    refuse_in_capture("a query of an event");
     for (const auto& work : pending)
       if (happened(until, work->stream, work->tick)) awaited.push_back(work);
   }
@@ -335,6 +417,17 @@ Tensor copy_values(const Tensor& from, const Tensor& to, bool non_blocking) {
     tick(stream);
     if (!inside) launched(name);
     pinned = crosses && is_pinned(memory_of(host));
+    if (!inside && is_captured(stream)) {
+      TORCH_CHECK(!crosses, "the emulated GPU captures no copies between the host and the device");
+      keep_before(to);
+      const Tensor source = at_address(from), target = at_address(to);
+      capture->graph->nodes.emplace_back([=](StreamId on_stream) {
+        access(on_stream, source, false, name);
+        access(on_stream, target, true, name);
+        Inside guard;
+        on_host(target).copy_(on_host(source).expand(target.sizes()));
+      });
+    }
     use(stream, memory_of(from), false, name);
     use(stream, memory_of(to), true, name);
   }
@@ -453,6 +546,100 @@ struct Operand {
   bool is_written;
 };
 
+std::vector<Tensor> tensors_of(const c10::IValue& value) {
+  if (value.isTensor()) return {value.toTensor()};
+  if (value.isTensorList()) return value.toTensorVector();
+  return {};
+}
+
+c10::IValue value_at_address(const c10::IValue& value) {
+  if (value.isTensor()) return at_address(value.toTensor());
+  if (value.isTensorList()) {
+    std::vector<Tensor> tensors;
+    for (const Tensor& tensor : value.toTensorVector()) tensors.push_back(at_address(tensor));
+    return tensors;
+  }
+  if (value.isList()) { // of optional tensors, such as indices
+    auto list = c10::impl::GenericList(value.toList().elementType());
+    for (const c10::IValue& item : value.toListRef()) list.push_back(item.isTensor() ? at_address(item.toTensor()) : item);
+    return list;
+  }
+  return value;
+}
+
+// Add a kernel to the graph: it runs with the same arguments again, and what it returns goes to the same addresses.
+void record_kernel(const c10::OperatorHandle& op, const std::string& name, const torch::jit::Stack& arguments,
+                   const std::vector<Operand>& operands, const torch::jit::Stack& returned) {
+  std::vector<std::pair<Tensor, bool>> used;
+  for (const auto& operand : operands) used.emplace_back(at_address(operand.tensor), operand.is_written);
+  const size_t count = op.schema().returns().size();
+  std::vector<std::vector<Tensor>> results;
+  for (size_t i = returned.size() - count; i < returned.size(); i++) {
+    results.emplace_back();
+    for (const Tensor& tensor : tensors_of(returned[i])) results.back().push_back(at_address(tensor));
+  }
+  capture->graph->nodes.emplace_back([=](StreamId stream) {
+    for (const auto& [tensor, is_written] : used) access(stream, tensor, is_written, name);
+    for (const auto& tensors : results)
+      for (const Tensor& tensor : tensors)
+        if (tensor.defined()) access(stream, tensor, true, name);
+    torch::jit::Stack stack = arguments;
+    Inside guard;
+    const int64_t before = peak_bytes; // the results exist twice here alone
+    at::native::cpu_fallback(op, &stack);
+    peak_bytes = before;
+    for (size_t i = 0; i < count; i++) {
+      const auto again = tensors_of(stack[stack.size() - count + i]);
+      for (size_t j = 0; j < results[i].size(); j++)
+        if (again[j].defined() && memory_of(again[j]) != memory_of(results[i][j]))
+          on_host(results[i][j]).copy_(on_host(again[j]));
+    }
+  });
+}
+
+Graph::Graph(int64_t pool) : pool(pool) { graphs_of[pool]++; }
+
+Graph::~Graph() { graphs_of[pool]--; }
+
+void begin_capture(int64_t pool, const std::string& mode) {
+  Lock lock;
+  TORCH_CHECK(!capture, "a capture is under way");
+  TORCH_CHECK(!graphs_of.count(pool) || graphs_of[pool] > 0, "it->second->use_count > 0 INTERNAL ASSERT FAILED");
+  const StreamId stream = current_stream();
+  TORCH_CHECK(stream != 0, "CUDA graphs must be captured on a non-default stream");
+  capture = Capture{std::make_shared<Graph>(pool), std::this_thread::get_id(), {stream}, stream,
+                    mode == "global", {}, {}};
+  clocks[stream][IN_CAPTURE] = 1;
+}
+
+std::shared_ptr<Graph> end_capture() {
+  Lock lock;
+  TORCH_CHECK(capture, "no capture is under way");
+  std::string unjoined;
+  for (StreamId stream : capture->streams)
+    if (!happened(clocks[capture->first], stream, clocks[stream][stream])) unjoined = std::to_string(stream);
+  for (const auto& [memory, bytes] : capture->before) memcpy(memory, bytes.data(), bytes.size());
+  for (const auto& [memory, bytes] : capture->made) memset(memory, 0xff, bytes);
+  for (auto& [stream, clock] : clocks) clock.erase(IN_CAPTURE);
+  auto graph = capture->graph;
+  capture.reset();
+  TORCH_CHECK(unjoined.empty(), "CUDA error: capture contains unjoined work (of stream ", unjoined, ")");
+  return graph;
+}
+
+void replay(const Graph& graph) {
+  const StreamId stream = current_stream();
+  {
+    Lock lock;
+    TORCH_CHECK(!is_captured(stream), "CUDA error: a graph is replayed in a capture");
+    TORCH_CHECK(last_error.empty(), "CUDA error: ", std::exchange(last_error, ""));
+    tick(stream);
+    launched("graph");
+  }
+  at::NoGradGuard no_grad;
+  for (const auto& node : graph.nodes) node(stream);
+}
+
 void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::string name =
@@ -494,11 +681,20 @@ void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   }
   if (!inside && mixed) block_host(clock_of(stream), name + " (copies an index)");
   if (!inside && READ_BACK.count(name)) block_host(clock_of(stream), name);
+  const bool records = !inside && is_captured(stream);
+  torch::jit::Stack arguments;
+  if (records) {
+    Lock lock;
+    for (const auto& operand : operands)
+      if (operand.is_written) keep_before(operand.tensor);
+    for (size_t i = begin; i < stack->size(); i++) arguments.push_back(value_at_address((*stack)[i]));
+  }
   {
     Inside guard;
     at::native::cpu_fallback(op, stack);
   }
   Lock lock;
+  if (records) record_kernel(op, name, arguments, operands, *stack);
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
     const auto& value = (*stack)[i];
     std::vector<Tensor> made;
@@ -550,10 +746,16 @@ Lock::~Lock() {
 Inside::Inside() : before(std::exchange(inside, true)) {}
 Inside::~Inside() { inside = before; }
 
+bool is_capturing() {
+  Lock lock;
+  return is_captured(current_stream());
+}
+
 StreamId current_stream() { return Guard::id(device); }
 
 int64_t tick(StreamId stream) {
   Lock lock;
+  if (is_captured(stream)) clocks[stream][IN_CAPTURE] = 1;
   merge(clocks[stream], host_clock); // what the host knows has happened before what it starts
   return ++clocks[stream][stream];
 }
@@ -565,6 +767,11 @@ Clock clock_of(StreamId stream) {
 
 void wait(StreamId stream, const Clock& until) {
   Lock lock;
+  if (capture && until.count(IN_CAPTURE)) {
+    capture->streams.insert(stream);
+  } else if (is_captured(stream)) {
+    TORCH_CHECK(until.empty(), "CUDA error: dependency created on uncaptured work in another stream");
+  }
   merge(clocks[stream], until);
 }
 
@@ -575,6 +782,7 @@ void access(StreamId stream, const Tensor& tensor, bool writes, const std::strin
 
 void launched(const std::string& kernel) {
   Lock lock;
+  if (is_captured(current_stream())) return;
   launches[kernel]++;
 }
 
@@ -593,6 +801,7 @@ void block_host(const Clock& until, const std::string& why, bool is_main) {
   {
     Lock lock;
     if (inside) return;
+    refuse_in_capture(why);
     if (is_main) untold.emplace_back(false, why);
     for (const auto& work : pending)
       if (happened(until, work->stream, work->tick)) awaited.push_back(work);
@@ -713,6 +922,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Lock lock;
     blocks.erase(reinterpret_cast<void*>(address));
   });
+  py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph").def("replay", &replay);
+  m.def("new_pool", [] { return ++last_pool; });
+  m.def("add_node", [](py::function run) { // of a kernel in Python
+    Lock lock;
+    auto* kept = new py::function(std::move(run)); // never freed, as the listener
+    capture->graph->nodes.emplace_back([kept](StreamId) { (*kept)(); });
+  });
+  m.def("at_address", &at_address);
+  m.def("begin_capture", &begin_capture);
+  m.def("end_capture", &end_capture);
+  m.def("is_capturing", &is_capturing);
   m.def("live_bytes", [] { return live_bytes; });
   m.def("peak_bytes", [] { return peak_bytes; });
   m.def("reset_peak", [] { peak_bytes = live_bytes; });

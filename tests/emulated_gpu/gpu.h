@@ -31,6 +31,7 @@ struct Pending {
 };
 
 StreamId current_stream();
+bool is_capturing();                          // kernels of the current stream go into a graph
 int64_t tick(StreamId stream);                // a kernel starts on the stream
 Clock clock_of(StreamId stream);
 void wait(StreamId stream, const Clock& until); // later work of the stream starts after `until`

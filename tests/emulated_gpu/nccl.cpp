@@ -368,6 +368,7 @@ class Nccl final : public c10d::Backend {
   }
 
   c10::intrusive_ptr<Work> launch(Batch batch, bool is_async, bool blocks_host) {
+    TORCH_CHECK(!is_capturing(), "NCCL: the emulated GPU captures no messages");
     auto transfer = std::make_shared<Transfer>();
     transfer->is_aborted = is_aborted;
     const StreamId current = current_stream(), stream = is_async ? FIRST_STREAM + number : current;

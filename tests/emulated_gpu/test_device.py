@@ -128,8 +128,60 @@ def messages() -> None:
             dist.all_reduce(wrong)
 
 
+def graphs() -> None:
+    from emulated_gpu.device import gpu
+
+    def captured(work: Callable[[], Any], mode: str = "thread_local") -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode=mode):
+            made = work()
+        return graph, made
+
+    values = torch.ones(4, device="cuda")
+
+    def work() -> tuple[torch.Tensor, torch.Tensor]:
+        values.add_(1)
+        doubled = values * 2
+        return doubled + 1, doubled[:2].clone()
+
+    graph, (result, part) = captured(work)
+    assert values.tolist() == [1.0] * 4, "a capture runs nothing"
+    assert result.isnan().all()
+    before = sum(gpu.launches().values())
+    for step in (2.0, 3.0):
+        graph.replay()
+        assert (values.tolist(), result.tolist(), part.tolist()) == ([step] * 4, [2 * step + 1] * 4, [2 * step] * 2)
+    assert gpu.launches()["graph"] == 2
+    side, message = torch.cuda.Stream(), torch.ones(2, device="cuda")
+
+    def elsewhere(joins: bool) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            made = values * 2
+        if joins:
+            main.wait_stream(side)
+        return made
+
+    graph, made = captured(lambda: elsewhere(True))
+    graph.replay()
+    assert made.tolist() == [6.0] * 4
+    for wrong, error in (
+        (lambda: values.sum().item(), "not permitted when stream is capturing"),
+        (lambda: values.nonzero(), "not permitted when stream is capturing"),
+        (lambda: dist.all_reduce(message), "captures no messages"),
+        (lambda: elsewhere(False), "unjoined work"),
+    ):
+        with pytest.raises(RuntimeError, match=error):
+            captured(wrong)
+        torch.cuda.current_stream()
+        gpu.exchange_stream(0)  # torch leaves the stream of a capture that fails at its end
+    assert values.tolist() == [3.0] * 4, "captures that fail run nothing either"
+    assert before, "kernels beside graphs are counted one by one"
+
+
 def run_all() -> None:
-    for part in (memory, streams, pinned_memory, waits, messages):
+    for part in (memory, streams, pinned_memory, waits, messages, graphs):
         part()
 
 

@@ -66,7 +66,7 @@ def test_late_messages_change_no_loss(cases: list[str], run_gpu_ranks: RunRanks,
     "parts",
     [
         ["environment", "head_loss", "float8", "copies", "waits"],
-        pytest.param(["equal", "peaks", "rank_programs"], marks=pytest.mark.long),
+        pytest.param(["equal", "peaks", "graphs", "rank_programs"], marks=pytest.mark.long),
     ],
     ids="-".join,
 )

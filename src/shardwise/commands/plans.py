@@ -476,7 +476,8 @@ def run_rank_alone(rank: int, arguments: Sequence[str]) -> int:
     add_model(parser)
     parser.add_argument("--steps", type=int, default=3, help="measured steps (3)")
     parser.add_argument("--device", metavar="DEVICE", help="device, such as cuda:1 or cpu (the GPU, if there is one)")
-    parser.add_argument("--compile", action="store_true", help="compile the program, as on GPUs")
+    graphs: dict[str, Any] = {"nargs": "?", "const": True, "default": False, "choices": ("graphs",)}
+    parser.add_argument("--compile", **graphs, help="compile the program, as on GPUs; graphs: with CUDA graphs as well")
     chosen = parser.parse_args(arguments)
     from shardwise.plans.plan import Plan
     from shardwise.runtime.single_rank import run_alone

@@ -79,7 +79,8 @@ class Prediction:
     which no kernel runs because the host has not started one, or because messages, or copies from and to the host, are
     under way; ``cast_seconds``: of casts of parameters and gradients, with their starts. ``compiled_seconds``:
     simulated with the kernels that a compiler makes (0: the program runs eager). The waits and casts are those of the
-    compiled step then; searches compare plans by eager steps.
+    compiled step then; searches compare plans by eager steps. ``graph_seconds``: of the compiled step as CUDA graphs
+    (0: not simulated, since it waits little for the host).
     """
 
     exposed: float
@@ -100,6 +101,7 @@ class Prediction:
     compiled_seconds: float = 0.0
     copy_wait: float = 0.0
     cast_seconds: float = 0.0
+    graph_seconds: float = 0.0
 
     @property
     def pass_seconds(self) -> float:

@@ -101,12 +101,15 @@ def simulate(spmd: SpmdProgram, prices: Prices, vjp_cache: VjpCache | None = Non
     return simulate_program(busiest_program(spmd, vjp_cache or VjpCache()), prices)
 
 
-def simulate_program(program: RankProgram, prices: Prices, *, compiled: bool = False) -> SimulatedStep:
+def simulate_program(
+    program: RankProgram, prices: Prices, *, compiled: bool = False, graphs: bool = False
+) -> SimulatedStep:
     """Simulate the step of a rank from its list; of a compiled program, whose sections were priced, as well. Of
     several passes it is one of them, with its share of what the step does once. ``compiled``: with the kernels that a
-    compiler would make of the list; the memory is that of the list."""
+    compiler would make of the list; ``graphs``: whether these are CUDA graphs as well, between messages; the memory is
+    that of the list."""
     parts = ProgramParts.of(program, prices)
-    timeline = Timeline(program, prices, parts, compiled)
+    timeline = Timeline(program, prices, parts, compiled, graphs)
     timeline.halves()
     memory = memory_of_program(program, prices, parts)
     waited = timeline.now - timeline.compute - timeline.starved - timeline.copy_wait
@@ -136,12 +139,14 @@ class Timeline:
     copies there are done so far, and likewise every copy by itself; ``recorded``: tape of a call that autograd keeps ->
     what its backward does; ``fused``: operators that are one kernel each way, of which ``done`` are those that have
     run. ``parts``: of the program, where they are there already. ``compiled``: whether a compiler makes the kernels,
-    which are then ``kernels``."""
+    which are then ``kernels``; ``graphs``: whether the host starts those between two messages at once, of which the
+    first has been (``in_graph``)."""
 
     program: RankProgram
     prices: Prices
     parts: ProgramParts | None = None
     compiled: bool = False
+    graphs: bool = False
     now: float = 0.0
     host: float = 0.0
     forward: float = 0.0
@@ -160,6 +165,7 @@ class Timeline:
     copied: dict[str, float] = field(default_factory=dict)
     part: str = "forward"
     events: list[Event] = field(default_factory=list)
+    in_graph: bool = False
 
     def __post_init__(self) -> None:
         self.spmd = self.program.spmd
@@ -258,12 +264,18 @@ class Timeline:
                 self._kernel(instruction)
                 self.cast_seconds += self.now - begun if instruction.origin.part == "cast" else 0.0
                 self.on_weights += self.compute - before if instruction.origin.part == "weight" else 0.0
-            elif isinstance(instruction, Convert):
+                continue
+            self.in_graph = False
+            if isinstance(instruction, Convert):
                 self.now = self._message(sent_by(instruction), instruction.of_parameters)
             elif isinstance(instruction, Depart):
                 self.arrivals[instruction.flight] = self._message(sent_by(instruction), instruction.of_parameters)
             elif isinstance(instruction, Arrive):
                 self.now = max(self.now, self.arrivals.pop(instruction.flight))
+                if self.graphs:  # a graph reads it from a place of its own
+                    self._start()
+                    read = sum(form.num_bytes for form in instruction.forms)
+                    self._work("copy for a graph", self.prices.moved(2 * read))
             elif isinstance(instruction, Copy):
                 size, name = instruction.form.num_bytes, f"{instruction.value} to the {instruction.to}"
                 seconds = self.prices.device.host_seconds(size)
@@ -277,12 +289,14 @@ class Timeline:
         """One kernel: it starts when the one before it is done, and the host has come to it."""
         if instruction.is_view:
             return
+        is_kernel = isinstance(instruction.target, OpOverload)
+        is_captured = self.graphs and is_kernel and instruction.origin.op not in self.spmd.keyed_operators
         if (step := self.fused.get(instruction.origin.op)) is not None:
             key = instruction.origin.op, instruction.origin.part == "forward", instruction.origin.again
             if key not in self.done:
                 self.done.add(key)
                 price = self.prices.forward if key[1] else self.prices.backward
-                self._start()
+                self._start(graphs=is_captured)
                 self._work(key[0], price(*priced_call(step, self.spmd.graph)))
             return
         forms = self.program.forms
@@ -298,18 +312,19 @@ class Timeline:
             works = (whole,)
         elif isinstance(call.target, Differentiate):
             works = self.recorded[instruction.operands[0]]
-        elif not isinstance(call.target, OpOverload) and isinstance(call.target, PricedKernel):
+        elif not is_kernel and isinstance(call.target, PricedKernel):
             works = call.target.works
         else:
             works = (work_of(call, operands, results),)
         name = f"cast of {instruction.results[0]}" if instruction.origin.part == "cast" else instruction.origin.op
         for work in works:
-            self._start()
+            self._start(graphs=is_captured)
             self._work(name, self.prices.kernel(work))
 
-    def _start(self) -> None:
-        """The host starts a kernel, which waits for it."""
-        self.host += self.prices.device.launch
+    def _start(self, *, graphs: bool = False) -> None:
+        """The host starts a kernel, which waits for it. Of a graph it starts the first one only."""
+        self.host += 0.0 if graphs and self.in_graph else self.prices.device.launch
+        self.in_graph = graphs
         self.starved += max(self.host - self.now, 0.0)
         self.now = max(self.now, self.host)
 

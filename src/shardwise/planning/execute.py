@@ -39,6 +39,7 @@ from shardwise.plans.nothing_fits import nothing_fits, refuse_division
 from shardwise.plans.pipelines import pipeline_config, plan_pipeline
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import figures
+from shardwise.plans.printing import ADVISED_HOST_SHARE
 from shardwise.plans.request import PlanRequest, SearchName
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of
@@ -396,7 +397,10 @@ class Planning:
         prices = Prices(Links(cluster, planned.mesh), self.request.training.optimizer, prediction.passes)
         program = busiest_program(planned.spmd, self.call.cache.vjp_cache)
         compiled = simulate_program(program, prices, compiled=True)
-        return replace(prediction, **figures_of(compiled, "compiled_seconds"))
+        graphs = 0.0
+        if compiled.host_wait >= ADVISED_HOST_SHARE * compiled.seconds and not planned.spmd.lifetimes.offloaded:
+            graphs = simulate_program(program, prices, compiled=True, graphs=True).seconds
+        return replace(prediction, graph_seconds=graphs, **figures_of(compiled, "compiled_seconds"))
 
     # -- stages="auto" -------------------------------------------------------------------------------------------------
 

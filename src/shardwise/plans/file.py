@@ -290,8 +290,8 @@ def _prediction(data: Any) -> Any:
     other = _optional(PassedOver, data.get("passed_over"), "prediction.passed_over")
     faster = _optional(FasterPlan, data.get("faster"), "prediction.faster")
     rest = {key: value for key, value in data.items() if key not in ("passed_over", "faster")}
-    later = ("host_wait", "message_wait", "copy_wait", "compiled_seconds", "cast_seconds")  # added in this version
-    rest = {**dict.fromkeys(later, 0.0), **rest}
+    later = ("host_wait", "message_wait", "copy_wait", "compiled_seconds", "cast_seconds", "graph_seconds")
+    rest = {**dict.fromkeys(later, 0.0), **rest}  # added in this version
     return _entry(Prediction, rest, "prediction", passed_over=other, faster=faster)
 
 

@@ -45,7 +45,7 @@ _NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a p
 _WIDEST_NAME = 56
 _OUTPUTS = 4  # named outputs
 # Shares of a step from which waiting for the host, or for messages or copies, is worth a sentence.
-_ADVISED_HOST_SHARE, _ADVISED_SHARE = 0.1, 0.25
+ADVISED_HOST_SHARE, _ADVISED_SHARE = 0.1, 0.25
 
 
 def format_plan(plan: PlanData) -> str:
@@ -163,9 +163,13 @@ def advice(plan: PlanData) -> list[str]:
     if cost.compiled_seconds and cluster is not None:
         eager = format_interval_seconds(cost.interval(cost.simulated_seconds, cluster))
         lines.append(f"{_COMPILED}; eager it takes {eager}")
-    if host >= _ADVISED_HOST_SHARE:
-        lines.append(f"{host:.0%} of the step waits for the host to start kernels one by one: use a larger {larger}")
-        if casts >= _ADVISED_HOST_SHARE:
+    if host >= ADVISED_HOST_SHARE:
+        graphs = f', or compile="graphs" ({format_seconds(cost.passes * cost.graph_seconds)})' * (
+            cost.graph_seconds > 0
+        )
+        what = "of the step waits for the host to start kernels one by one"
+        lines.append(f"{host:.0%} {what}: use a larger {larger}{graphs}")
+        if casts >= ADVISED_HOST_SHARE:
             what = "of the step goes to casts of parameters and gradients, each a kernel to start"
             lines.append(f"{casts:.0%} {what}: a model this small may be faster without the lower precision")
     if messages >= _ADVISED_SHARE:

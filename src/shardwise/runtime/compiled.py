@@ -457,8 +457,8 @@ def compile_with_inductor(
     output: Any = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(fixed)
     with _inductor_context(fake_mode), TracingContext.report_output_strides() as reported:
-        # No CUDA graphs, which a user may have on for other models: they replay fixed addresses, and sections get new
-        # ones in every step.
+        # Not Inductor's CUDA graphs, which a user may have on for other models: sections get new addresses in every
+        # step, or are captured together (``runtime.cuda_graphs``).
         function: Any = compile_fx_inner(module, list(operands), cudagraphs=BoxedBool(False))
     strides = [None if stride is None else tuple(map(int, stride)) for stride in reported or ()]
     return function, strides or [None] * len(output.args[0])

@@ -25,6 +25,7 @@ from shardwise.runtime.agree import (
 )
 from shardwise.runtime.communicator import rank_device
 from shardwise.runtime.cpu_embedding import matching_parameters
+from shardwise.runtime.cuda_graphs import check_graphs
 from shardwise.runtime.hooks import announce_hooks
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.memory_check import require_memory
@@ -78,7 +79,10 @@ def parallelize(
         compile: Whether ``torch.compile`` generates the kernels of the programs. With ``"auto"``, the default on CUDA,
             a program that does not compile runs eager, and a warning says why; so do all under a schedule that splits
             backward into input and weight gradients. The default on CPUs is False, since compiling takes longer there
-            than most runs gain.
+            than most runs gain. ``"graphs"``: as True, and the kernels between messages are CUDA graphs from the second
+            call on (``runtime.cuda_graphs``), for steps so short that the host limits them. It needs a GPU, and a plan
+            without stages and offload. What the graphs keep from step to step is known once they are captured: the
+            check of memory here does not count it, and ``profile`` measures it.
         check_replicas: Interval, in training calls from the first, at which ranks compare the values of which they hold
             copies (``runtime.replicas``). A ReplicaError names the first operator, parameter or input that differs.
             Such a call is not compiled. Rank 0's setting counts; 0 or None: never.
@@ -117,7 +121,12 @@ def parallelize(
         raise LaunchError(what, fix=fix)
     for name, value, allowed, meaning in (
         ("inputs", inputs, ("global", "local"), '"global" (the whole batch on every rank) or "local" (its part)'),
-        ("compile", compile, (None, True, False, "auto"), 'True, False or "auto" (where it compiles)'),
+        (
+            "compile",
+            compile,
+            (None, True, False, "auto", "graphs"),
+            'True, False, "auto" (where it compiles) or "graphs" (with CUDA graphs)',
+        ),
         ("randomness", randomness, ("same_as_one_device", "per_shard"), '"same_as_one_device" (the default)'),
         (
             "outputs",
@@ -137,6 +146,8 @@ def parallelize(
     if device is None:
         device = rank_device()
     device = torch.device(device)
+    if compile == "graphs":
+        check_graphs(agreed, device)
     require_memory(agreed, device, {name for name, p in module.named_parameters() if p.requires_grad})
     if compile is None:
         compile = "auto" if device.type == "cuda" else False

@@ -37,6 +37,7 @@ from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import CompiledVariant, compiled_program, with_every_cotangent
 from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
+from shardwise.runtime.cuda_graphs import GraphMemory, graph_program
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.faults import is_out_of_memory
@@ -50,7 +51,7 @@ from shardwise.runtime.step import CallableStep, GradAccumStep
 
 Inputs = Literal["global", "local"]
 Outputs = Literal["when read", "whole"]
-Compile = bool | Literal["auto"]
+Compile = bool | Literal["auto", "graphs"]
 
 
 _P = ParamSpec("_P")
@@ -82,10 +83,10 @@ def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a module runs under its plan, the same on every rank; see ``parallelize``. ``compile``: always, never, or
-    where a program compiles (``"auto"``); ``check_replicas``, ``check_finite``: 0 for never; ``host``: names of
-    the tables that stay on the CPU; ``outputs``: when outputs other than the loss are gathered (None: large ones when
-    they are read)."""
+    """How a module runs under its plan, the same on every rank; see ``parallelize``. ``compile``: always, never, where
+    a program compiles (``"auto"``), or always and in CUDA graphs (``"graphs"``); ``check_replicas``, ``check_finite``:
+    0 for never; ``host``: names of the tables that stay on the CPU; ``outputs``: when outputs other than the loss are
+    gathered (None: large ones when they are read)."""
 
     loss: Callable[..., Any] | None
     inputs: Inputs
@@ -192,9 +193,15 @@ class ProgramCache:
         self._given: dict[FunctionType, None] = {}  # functions among the arguments of the calls so far
         self._in_other_mode = in_other_mode(dict(module.named_modules()))
         self._announced: set[str] = set()
+        self._graphs: GraphMemory | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        of_this_process: dict[str, Any] = {"_settings_of_model": None, "_surroundings": None, "_given": {}}
+        of_this_process: dict[str, Any] = {
+            "_settings_of_model": None,
+            "_surroundings": None,
+            "_given": {},
+            "_graphs": None,
+        }
         return {**self.__dict__, **of_this_process}
 
     def check_surroundings(self) -> None:
@@ -330,7 +337,11 @@ class ProgramCache:
             return with_constants_apart(program, divided.constants.delivered).step, on_host
 
         def compiled(program: RankProgram, on_host: frozenset[str]) -> tuple[RankProgram, frozenset[str]]:
-            return compiled_program(program, self.ranks, device, on_host), on_host
+            program = compiled_program(program, self.ranks, device, on_host)
+            if self.settings.compile == "graphs":
+                self._graphs = self._graphs or GraphMemory(self.ranks.rank, device)
+                program = graph_program(program, self.ranks, device, self._graphs)
+            return program, on_host
 
         def compiling(make: Callable[[], _R]) -> CompiledVariant[_R] | None:
             return CompiledVariant(make, self.settings.compile == "auto", self.ranks) if compiles else None

@@ -23,8 +23,9 @@ from shardwise.plans.micro_batch_search import Example, planned_graph
 from shardwise.plans.plan import Plan
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.cuda_graphs import check_graphs
 from shardwise.runtime.memory_check import check_memory, memory_on
-from shardwise.runtime.program_cache import ProgramCache, RunSettings
+from shardwise.runtime.program_cache import Compile, ProgramCache, RunSettings
 from shardwise.runtime.step_profile import StepProfile, profile_step, steps_of
 
 _SCALE = 0.02  # standard deviation of made-up parameters and inputs
@@ -38,7 +39,7 @@ def run_alone(
     *,
     loss: Callable[..., Any] | None = None,
     device: torch.device | str | None = None,
-    compile: bool = False,
+    compile: Compile = False,
     steps: int = 3,
 ) -> StepProfile | StagesProfile:
     """Measure a training step of one rank of ``plan`` without the other ranks, next to the prediction.
@@ -53,7 +54,7 @@ def run_alone(
         rank: Rank of the plan, from 0.
         loss: The callable given to ``sw.plan``, if any.
         device: Device to run on; by default the current GPU, else the CPU.
-        compile: Whether to compile the programs.
+        compile: Whether to compile the programs, as in ``parallelize``.
         steps: Number of measured steps, at least 1.
 
     Returns:
@@ -78,6 +79,8 @@ def run_alone(
         raise ShardwiseError(f"{device!r} is not a device", fix="such as cuda:1 or cpu") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ShardwiseError(f"this machine has no {device}", fix="choose another device, such as cpu")
+    if compile == "graphs":
+        check_graphs(plan, device)
     if device.type == "cuda":
         check_memory(plan, {rank: memory_on(device)})
     call = Example.of(plan, module, call_arguments(example_inputs), loss)

@@ -31,6 +31,7 @@ from shardwise.programs.instructions import Compute, sent_by
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.agree import gather_values
 from shardwise.runtime.communicator import finish_work
+from shardwise.runtime.cuda_graphs import graph_bytes
 from shardwise.runtime.observe import Half, Observer, observed
 from shardwise.runtime.step import CallableStep, GradAccumStep
 from shardwise.runtime.transit import Converting, Departing
@@ -60,8 +61,9 @@ class StepProfile:
     """A measured and predicted step, without updates of an optimizer. ``step_seconds``: (measured, predicted) seconds
     of forward and backward of a micro-batch; ``peak_bytes``: (measured, predicted) peak memory of a micro-batch,
     without optimizer states on CPUs; ``rows``: largest disagreement first; ``events``: of this rank, measured one by
-    one, and predicted; ``compiled``: the step is compiled, while the operators were measured uncompiled; ``alone``: the
-    rank if it ran without the others, in which case messages are left out."""
+    one, and predicted; ``compiled``: the step is compiled, while the operators were measured uncompiled;
+    ``graph_bytes``: kept by CUDA graphs from step to step (0: there are none); ``alone``: the rank if it ran without
+    the others, in which case messages are left out."""
 
     step_seconds: tuple[float, float]
     peak_bytes: tuple[int, int]
@@ -71,6 +73,7 @@ class StepProfile:
     mesh: Mesh = field(repr=False)
     events: tuple[tuple[Event, ...], tuple[Event, ...]] = field(repr=False)
     alone: int | None = None
+    graph_bytes: int = 0
 
     def trace(self, path: str | Path) -> None:
         """Write both steps as one trace for https://ui.perfetto.dev: measured above predicted, with the same names.
@@ -83,6 +86,7 @@ class StepProfile:
         measured, predicted = map(format_seconds, self.step_seconds)
         peak, expected = map(format_bytes, self.peak_bytes)
         compiled = ["the step is compiled; the operators, measured and predicted, are not"] if self.compiled else []
+        compiled += [f"CUDA graphs keep {format_bytes(self.graph_bytes)} from step to step"] * (self.graph_bytes > 0)
         alone = [] if self.alone is None else [f"rank {self.alone} of {self.mesh.num_devices} alone: without messages"]
         lines = [
             *alone,
@@ -116,18 +120,27 @@ def profile_step(
     def gather(value: Any) -> list[Any]:
         return [value] if alone is not None else gather_values(value, group)
 
+    variant = None if emitted_step.compiling is None else emitted_step.compiling.variant
+    emitted = variant.emitted if isinstance(variant, CallableStep) else variant
+    compiled = None if emitted is None else emitted.program
+    in_graphs = 0
+    if compiled is not None:
+        step()  # the second one captures CUDA graphs
+        in_graphs = graph_bytes(compiled)
     wall, peak = _measured(step, device, steps)
-    is_compiled = emitted_step.compiling is not None and emitted_step.compiling.variant is not None
     clocks = [_Clock(emitted_step.program, device, state) for _ in range(steps)]
     for clock in clocks:
         with observed(emitted_step, clock):
             step()
     prices = prices_of(plan)
     predicted = simulate_program(emitted_step.program, prices)
+    whole = predicted
+    if compiled is not None:
+        whole = simulate_program(emitted_step.program, prices, compiled=True, graphs=in_graphs > 0)
     expected = tuple(event for event in predicted.events if event.part != "update")
-    left_out = sum(event.seconds for event in predicted.events) - sum(event.seconds for event in expected)
+    left_out = sum(event.seconds for event in whole.events if event.part == "update")
     if alone is not None:
-        left_out += predicted.exposed
+        left_out += whole.exposed
         expected = tuple(event for event in expected if not event.stream)
         for clock in clocks:
             clock.events = [event for event in clock.events if not event.stream]
@@ -135,14 +148,18 @@ def profile_step(
     states = predicted.peak.parts.get("optimizer states", 0) if on_cpu else 0
     rows = _compared(clocks, expected, prices.links, gather)
     return StepProfile(
-        (max(gather(wall)) / clocks[0].num_passes, predicted.seconds - left_out),
-        (max(clock.peak for clock in clocks) if on_cpu else peak, predicted.peak_bytes - states),
+        (max(gather(wall)) / clocks[0].num_passes, whole.seconds - left_out),
+        (
+            max(clock.peak for clock in clocks) if on_cpu else peak,
+            predicted.peak_bytes - states + max(in_graphs - predicted.kept_bytes, 0),  # saved values are results
+        ),
         tuple(sorted(rows, key=lambda row: -row.difference)),
         prices.links.cluster.name,
-        is_compiled,
+        compiled is not None,
         plan.mesh,
         (tuple(clocks[-1].events), expected),
         alone,
+        in_graphs,
     )
 
 
