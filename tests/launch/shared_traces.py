@@ -143,14 +143,14 @@ def of_tensor(x: torch.Tensor) -> tuple[object, ...]:
 
 
 def shared_lowerings(capture: Callable[..., Graph], shelf: Shelf) -> Callable[..., Graph]:
-    def captured(lowering: Any, args: Any, kwargs: Any) -> Graph:
+    def captured(lowering: Any, *arguments: Any) -> Graph:
         name = _name(lowering)
         if name is None:
-            return capture(lowering, args, kwargs)
-        key = ("lowering", name, args, kwargs, switches())
+            return capture(lowering, *arguments)
+        key = ("lowering", name, *arguments, switches())
         graph: Graph | None = shelf.get(key)
         if graph is None:
-            graph = capture(lowering, args, kwargs)
+            graph = capture(lowering, *arguments)
             shelf.keep(key, graph)
         return graph
 

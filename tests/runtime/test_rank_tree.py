@@ -43,5 +43,5 @@ def test_equal_values_of_many_ranks_travel_once() -> None:
     same = ["a plan's digest" * 100, {"tp": 8}]
     leaves = [RankValues.of([same[0], rank % 8]) for rank in range(4096)]
     whole = RankValues.joined([RankValues.joined(leaves[at : at + 8]) for at in range(0, 4096, 8)])
-    assert RankValues.unpacked(whole.packed()).by_rank() == [[same[0], rank % 8] for rank in range(4096)]
+    assert RankValues.unpacked(whole.packed()).by_rank == [[same[0], rank % 8] for rank in range(4096)]
     assert len(whole.packed()) < 8 * 1700

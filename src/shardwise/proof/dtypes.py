@@ -105,7 +105,9 @@ def in_dtypes(ranks: VirtualRanks, steps: int) -> DtypeReport:
             if ("gradient", key[1]) in expected and key[0] == "parameter":
                 continue  # its gradient is judged instead: optimizers work element by element
             floor = max(1.0, (passes + 1) / 2) if key[0] == "loss" else 1.0
-            own = torch.finfo(expected[key].dtype).eps  # a sum beside the middle of two numbers is rounded to either
+            exact = not expected[key].dtype.is_floating_point
+            # A sum close to the middle between two numbers is rounded to either.
+            own = 0.0 if exact else torch.finfo(expected[key].dtype).eps
             bound = max(floor * unit, own, margin * moved.get(key, 0.0))
             if key not in judged or _share(difference, bound) > _share(*judged[key]):
                 judged[key] = difference, bound

@@ -362,8 +362,8 @@ def group_of_members(members: Sequence[int], name: str, backend: str | None = No
     everyone.bound_device_id = None
     try:
         with patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: named):
-            ranks, timeout = list(members), group_timeout()
-            return dist.new_group(ranks, timeout, backend, options, use_local_synchronization=True)
+            settings: Any = {"timeout": group_timeout(), "backend": backend, "pg_options": options}
+            return dist.new_group(list(members), use_local_synchronization=True, **settings)
     finally:
         everyone.bound_device_id = device
 

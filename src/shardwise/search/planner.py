@@ -489,9 +489,9 @@ class Planner:
         the shortest, of those that fit. Others than those of the settings have to be clearly faster.
 
         A size is fast where the time to send it is that of the layers behind which it travels, so it is chosen at a
-        depth of 2, if anything waits for messages. Small messages are tried only where large ones are slower."""
+        depth of 2. Small messages are tried only where large ones are slower."""
         sizes, usual = self.settings.message_sizes, (self.settings.bucket_bytes, self.settings.prefetch)
-        if sizes is None or not _seconds(best) or best.num_bytes > self.limit:
+        if sizes is None or not _waits(best) or best.num_bytes > self.limit:
             return self
         tried: dict[tuple[int, int], tuple[Planner, float]] = {usual: (self, _seconds(best))}
 
@@ -500,15 +500,14 @@ class Planner:
                 tried[size, depth] = self._varied(best.candidate, bucket_bytes=size, prefetch=depth)
             return tried[size, depth][1]
 
-        waits = best.step is not None and best.step.exposed > BUCKET_GAIN * best.step.seconds
-        size, depths = usual[0], (usual[1], *PREFETCH_DEPTHS) if waits else (usual[1],)
+        size, depths = usual[0], (usual[1], *PREFETCH_DEPTHS)
         depth = next((depth for depth in depths[1:2] if seconds(size, depth) < inf), usual[1])
         total = gradient_bytes(self.graph)  # which travel together in any larger message
         for larger in [s for s in sizes if s > size]:
             if size >= total or seconds(larger, depth) >= seconds(size, depth):
                 break
             size = larger
-        for smaller in [s for s in sizes[::-1] if s < size == usual[0] and waits]:
+        for smaller in [s for s in sizes[::-1] if s < size == usual[0]]:
             if smaller < total and seconds(smaller, depth) < seconds(size, depth):
                 size = smaller
         for depth in depths:
@@ -522,16 +521,15 @@ class Planner:
     def _in_chunks(self, best: SimulatedCandidate) -> Planner:
         """Return the planner with the chunks of rows that make a candidate's step clearly the shortest, of those that
         fit. They are tried where the step waits for messages, more of them only while each gains."""
-        step = best.step
-        if self.settings.row_chunks is not None or step is None or step.exposed <= BUCKET_GAIN * step.seconds:
+        if self.settings.row_chunks is not None or not _waits(best):
             return self
-        planner, fastest = self, step.seconds
+        planner, fastest = self, _seconds(best)
         for count in ROW_CHUNKS:
             varied, seconds = self._varied(best.candidate, row_chunks=count)
             if seconds >= fastest:
                 break
             planner, fastest = varied, seconds
-        return planner if fastest < (1 - BUCKET_GAIN) * step.seconds else self
+        return planner if fastest < (1 - BUCKET_GAIN) * _seconds(best) else self
 
     def _varied(self, candidate: Candidate, **settings: Any) -> tuple[Planner, float]:
         """Return the planner with other settings of messages, and the seconds of a candidate's step with them; infinite
@@ -543,6 +541,11 @@ class Planner:
 
 def _seconds(built: SimulatedCandidate) -> float:
     return 0.0 if built.step is None else built.step.seconds
+
+
+def _waits(built: SimulatedCandidate) -> bool:
+    """Return whether a step waits long enough for messages that sending them otherwise could make it clearly faster."""
+    return built.step is not None and built.step.exposed > BUCKET_GAIN * built.step.seconds
 
 
 def least_that_fits(bytes_of: Callable[[int], float], most: int, limit: float) -> int:
