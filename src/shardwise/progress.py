@@ -210,9 +210,12 @@ def stop_with(has_result: bool) -> None:
 
 
 def elapsed_share() -> float:
-    """Return the share of the time until the deadline that has passed; 0 without one."""
-    deadline = _deadline.get()
-    return 0.0 if deadline is None else (deadline.clock() - deadline.start) / deadline.seconds
+    """Return the share of the time until the nearest deadline that has passed; 0 without one."""
+    deadline, share = _deadline.get(), 0.0
+    while deadline is not None:
+        passed = deadline.clock() - deadline.start
+        share, deadline = max(share, passed / deadline.seconds if deadline.seconds else 1.0), deadline.outer
+    return share
 
 
 def has_stopped() -> bool:

@@ -76,17 +76,17 @@ def differentiate(
         with_gradients: Whether to write a backward.
     """
     delivered = delivered_values(local.spmd, loss_only=loss_only)
-    written = [
+    program, *leader = (
         _StepWriter(part, vjp_cache, overlap).write(delivered, reached, with_gradients, loss_only)
         for part in (local, *_leader(local))
-    ]
-    return finish_exchanges(with_lifetimes(*written))
+    )
+    return finish_exchanges(with_lifetimes(program, *leader))
 
 
 def keeping_all(local: LocalProgram, vjp_cache: VjpCache) -> RankProgram:
     """Return the step of a rank that keeps every value that backward reads.
 
-    The caller may replace the lifetimes of the step's ``spmd`` before it calls ``finished``, which applies them.
+    The caller may replace the lifetimes of the step's ``spmd``, and applies them (``with_lifetimes``).
     """
     return _StepWriter(local, vjp_cache, overlap=True).write(
         delivered_values(local.spmd, loss_only=True), None, True, True
@@ -103,11 +103,6 @@ def _leader(local: LocalProgram) -> tuple[LocalProgram, ...]:
         return ()
     rank = busiest_rank(spmd)
     return () if rank == local.rank else (localize(spmd, rank),)
-
-
-def finished(program: RankProgram) -> RankProgram:
-    """Apply the lifetimes of ``program.spmd`` to a step that keeps everything, and finish its exchanges."""
-    return finish_exchanges(with_lifetimes(program))
 
 
 def finish_exchanges(program: RankProgram) -> RankProgram:

@@ -212,7 +212,8 @@ class PackedTensors:
         self.moves, self.in_place, self.kind = list(moves), in_place, first.kind
         self.group = ranks.group(first.axes)
         self.size = ranks.mesh.size_of(first.axes)
-        self.op = REDUCTIONS[first.reduction]
+        self.op, self.is_least = REDUCTIONS[first.reduction], first.reduction == "min"
+        self.floating: torch.dtype | None = None  # of numbers that were sent as integers (``_in_order``)
         # Elements per tensor that each member sends (all_gather) or receives (other kinds).
         self.counts = [[prod(shape) for shape in move.received] for move in moves]
         self.totals = [sum(counts) for counts in zip(*self.counts, strict=True)]
@@ -238,6 +239,8 @@ class PackedTensors:
         """Return the results from the buffer. ``this_rank``: its own tensor, if the move needs it too."""
         if self.adds_rows:
             buffer = sum_received(buffer, self.size)
+        if self.floating is not None:
+            buffer = _from_order(buffer, self.is_least, self.floating)
         if self.kind in ("all_reduce", "reduce_scatter"):
             if self.single:
                 only = self.moves[0]
@@ -267,8 +270,12 @@ class PackedTensors:
             buffer = wire if self.in_place or not tensor.is_contiguous() else wire.clone()
         else:
             tensor = buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        work = dist.all_reduce(buffer, op=self.op, group=self.group, async_op=not wait)
-        return buffer.view(tensor.dtype), InFlight(work, buffer, self.is_gloos), buffer.nbytes
+        num_bytes, op = buffer.nbytes, self.op
+        if op != dist.ReduceOp.SUM and tensor.is_floating_point():
+            self.floating, op = tensor.dtype, dist.ReduceOp.MAX
+            tensor = buffer = _in_order(tensor, self.is_least)
+        work = dist.all_reduce(buffer, op=op, group=self.group, async_op=not wait)
+        return buffer.view(tensor.dtype), InFlight(work, buffer, self.is_gloos), num_bytes
 
     def _all_gather(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight, int]:
         sent = _row([_wire(tensor) for tensor in tensors], self.largest)
@@ -301,6 +308,22 @@ class PackedTensors:
         received = self.buffer_like(sent, sum(self.totals))
         work = dist.all_to_all_single(received, sent, self.totals, counts, group=self.group, async_op=not wait)
         return received.view(tensors[0].dtype), InFlight(work, sent, self.is_gloos), sent.nbytes
+
+
+def _in_order(x: torch.Tensor, is_least: bool) -> torch.Tensor:
+    """Return integers, contiguous, whose maximum is that of floating numbers, or their minimum (``is_least``), and NaN
+    if there is one. Backends compare numbers and lose NaN: gloo keeps that of rank 0 only (torch 2.13)."""
+    x = (x.float() if x.itemsize == 2 else x).contiguous()
+    bits = (-x if is_least else x).view(torch.int32 if x.itemsize == 4 else torch.int64)
+    most = torch.iinfo(bits.dtype).max  # the bits of a NaN
+    return torch.where(bits < 0, bits ^ most, bits).masked_fill_(x.isnan(), most)
+
+
+def _from_order(keys: torch.Tensor, is_least: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of ``_in_order``."""
+    bits = torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys)
+    x = bits.view(torch.float32 if keys.itemsize == 4 else torch.float64)
+    return (-x if is_least else x).to(dtype)
 
 
 def _row(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ continues under a limit that is lower by as much, then without the choices that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import ceil, inf, log10
@@ -283,8 +284,11 @@ class Planner:
         that was too high."""
         for _ in range(MAX_LIMIT_HALVINGS):
             middle = (allowed + too_much) / 2
-            below, _ = self._searched_below(search, middle)
-            ranking = self._rank_alone(below)
+            try:
+                ranking = self._rank_alone(self._searched_below(search, middle)[0])
+            except STOPPED:
+                stop_with(True)
+                return fitting
             if ranking.excess:
                 too_much = middle
                 continue
@@ -319,7 +323,8 @@ class Planner:
         """Return the best candidate of searches; at a deadline, of those that were simulated, and after it the
         cheapest."""
         if len(self.graph.ops) > MAX_SIMULATED_OPERATORS or has_stopped():
-            return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
+            with finishing() if has_stopped() else nullcontext():
+                return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
         share = CANDIDATE_PRICE_RATIO_RECOMPUTED if self.settings.memory_policy else CANDIDATE_PRICE_RATIO
         near = candidates(searches, self.settings.search, self.limit, share)
         built: list[SimulatedCandidate] = []
