@@ -123,7 +123,7 @@ class SimulatedStart(SimulatedTraining):
         whole, here, simulation = super()._distributed(), lambda: self.here, self.simulation
         network = self.cluster.wire.network
 
-        def split_group(split_ranks: Any, timeout: Any) -> Any:
+        def split_group(split_ranks: Any, timeout: Any, pg_options: Any) -> Any:
             simulation.count("splits")
             world = here().world
             world.meet(here().process, None, (), 2 * math.log2(world.size), "world")
