@@ -225,6 +225,7 @@ def _replace_torch_cuda(num_gpus: int) -> None:
         "current_stream": lambda device=None: Stream(number=gpu.current_stream()),
         "default_stream": lambda device=None: Stream(number=0),
         "is_current_stream_capturing": lambda: False,
+        "can_device_access_peer": lambda device, other: False,  # symmetric memory is not emulated
         "mem_get_info": lambda device=None: (MEMORY - gpu.live_bytes(), MEMORY),
         "memory_allocated": lambda device=None: gpu.live_bytes(),
         "memory_reserved": lambda device=None: gpu.live_bytes(),

@@ -15,11 +15,13 @@ from torch import fx
 
 from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Ref, map_refs
+from shardwise.programs.fused_products import FusedProduct
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, Origin
 from shardwise.programs.invariants import check_program
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_embedding import HOST
+from shardwise.runtime.fused_products import RunFusedProduct
 from shardwise.runtime.host_copies import StartCopy, WaitForCopy
 from shardwise.runtime.transit import Arriving, Converting, Departing
 
@@ -167,6 +169,10 @@ class ModuleWriter:
         for index, instruction in enumerate(instructions, first):
             if isinstance(instruction, Compute):
                 self._compute(index, instruction)
+            elif isinstance(instruction, FusedProduct):
+                fused = RunFusedProduct(instruction, self.ranks)
+                made = self._call_module(f"fused_{index}", fused, instruction.operands)
+                self._name(made, instruction.results, single=False)
             elif isinstance(instruction, Convert):
                 module = Converting(instruction, self.program.spmd.graph, self._ranks_of(instruction))
                 converted = self._call_module(f"convert_{index}", module, instruction.operands)
