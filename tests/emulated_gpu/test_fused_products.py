@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,8 +16,11 @@ from torch.distributed import _symmetric_memory
 import shardwise as sw
 from launch.gloo_ranks import RunRanks
 from programs.test_row_chunks import SEQUENCES, Llama
-from shardwise.runtime import fused_products, program_cache
+from shardwise.runtime import fused_products
 from shardwise.runtime.local_shards import shard
+
+STEPS = 2
+TOLERANCE = 1e-12
 
 
 def model() -> tuple[Llama, Tensor]:
@@ -24,39 +28,50 @@ def model() -> tuple[Llama, Tensor]:
     return Llama(layers=1).double(), torch.randint(0, 32, (4, 8))
 
 
-def train_fused(plan: str) -> tuple[float, float, Counter[str]]:
-    """(loss, largest error of a gradient, fused operators that ran). torch's test mode runs what they stand for."""
+def train_fused(plan: str, fault: bool) -> tuple[float, Counter[str]]:
+    """(largest error of a loss, gradient or parameter, fused operators that ran). torch's test mode runs what they
+    stand for. ``fault``: they gather and scatter another dim."""
     ran: Counter[str] = Counter()
-    forward = fused_products.RunFusedProduct.forward
+    start = fused_products.FusedMessage._start
 
-    def counted(module: Any, *operands: Tensor) -> Any:
-        ran["gathers" if module.instruction.gathers else "scatters"] += 1
-        return forward(module, *operands)
+    def counted(message: Any, *operands: Any) -> Any:
+        ran["gathers" if message.instruction.gathers else "scatters"] += 1
+        if fault:
+            message.instruction = replace(message.instruction, dim=0)
+        return start(message, *operands)
 
     module, batch = model()
     whole, _ = model()
-    whole(batch).backward()
     with (
-        mock.patch.object(program_cache, "have_symmetric_memory", return_value=True),
-        mock.patch.object(fused_products.RunFusedProduct, "forward", counted),
+        mock.patch.object(fused_products, "have_symmetric_memory", return_value=True),
+        mock.patch.object(fused_products.FusedMessage, "_start", counted),
         _symmetric_memory._test_mode(),
     ):
         par = sw.parallelize(module, sw.Plan.from_json(plan) if dist.get_rank() == 0 else None, compile=False)
-        loss = par.step(batch.cuda()).item()
-    worst = 0.0
-    for name, parameter in par.named_parameters():
-        want = shard(whole.get_parameter(name).grad, par.layouts[name], par.coordinates)
-        worst = max(worst, float((parameter.grad.cpu() - want).abs().max()))
-    return loss, worst, ran
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (par, whole)]
+        worst = 0.0
+        for _ in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            want = whole(batch)
+            want.backward()
+            worst = max(worst, abs(par.step(batch.cuda()).item() - want.item()))
+            for optimizer in optimizers:
+                optimizer.step()
+            for name, parameter in par.named_parameters():
+                other = whole.get_parameter(name)
+                for found, expected in ((parameter, other.detach()), (parameter.grad, other.grad)):
+                    expected = shard(expected, par.layouts[name], par.coordinates)
+                    worst = max(worst, float((found.detach().cpu() - expected).abs().max()))
+    return worst, ran
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.long)])
 def test_fused_operators_train_as_one_device(axes: dict[str, int], run_gpu_ranks: RunRanks) -> None:
     module, batch = model()
     mesh = sw.Mesh(**axes)
-    plan = sw.plan(module, batch, mesh.num_devices, mesh=mesh, strategies=SEQUENCES)
-    want = module(batch).item()
-    for loss, worst, ran in run_gpu_ranks(train_fused, mesh.num_devices, plan.to_json()):
-        assert abs(loss - want) < 1e-12
-        assert worst < 1e-12
-        assert ran == {"gathers": 3, "scatters": 1}
+    plan = sw.plan(module, batch, mesh.num_devices, mesh=mesh, strategies=SEQUENCES, row_chunks="fused").to_json()
+    for worst, ran in run_gpu_ranks(train_fused, mesh.num_devices, plan, False):
+        assert worst < TOLERANCE
+        assert ran == {"gathers": 3 * STEPS, "scatters": STEPS}
+    assert all(worst > 1e-3 for worst, _ in run_gpu_ranks(train_fused, mesh.num_devices, plan, True))

@@ -12,14 +12,16 @@ lie in the order of the ranks, and products without a bias whose weights exist a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
+from typing import Any
 
 import torch
 
 from shardwise.graph.ir import Ref
 from shardwise.layouts.conversions import Move
+from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute, Convert, Instruction, sent_by
 from shardwise.programs.rank_program import RankProgram
 
@@ -40,6 +42,11 @@ class FusedProduct(Convert):
     transposed: tuple[bool, ...] = ()
     gathers: bool = True
 
+    @property
+    def is_turned(self) -> bool:
+        """Return whether the values lie in another order than with ``dim`` first, in which operators work."""
+        return prod(self.forms[0].shape[: self.dim]) > 1
+
     def weights(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the right sides of the products."""
         return [weight.t() if is_t else weight for weight, is_t in zip(operands[1:], self.transposed, strict=True)]
@@ -54,28 +61,16 @@ class FusedProduct(Convert):
         return [product.reshape(form.shape) for product, form in zip(made, self.forms[1:], strict=True)]
 
 
-def with_fused_products(program: RankProgram, is_fused_along: Callable[[tuple[str, ...]], bool]) -> RankProgram:
-    """Return the program whose messages are joined with their products, as far as conditions allow.
-
-    Args:
-        program: The step of a rank.
-        is_fused_along: Whether devices along some axes run both as one operator.
-    """
-    ends = {*program.ends, *program.saved}
-    forward = _Joined(program, program.forward, ends, is_fused_along).join()
-    backward = _Joined(program, program.backward, {*program.gradients.values()}, is_fused_along).join()
+def with_fused_products(program: RankProgram) -> RankProgram:
+    """Return the program whose messages are joined with their products, as far as conditions allow."""
+    forward = _Joined(program.forms, program.forward, {*program.ends, *program.saved}).join()
+    backward = _Joined(program.forms, program.backward, {*program.gradients.values()}).join()
     return replace(program, forward=forward, backward=backward)
 
 
 class _Joined:
-    def __init__(
-        self,
-        program: RankProgram,
-        instructions: Sequence[Instruction],
-        ends: Collection[str],
-        is_fused_along: Callable[[tuple[str, ...]], bool],
-    ) -> None:
-        self.forms, self.instructions, self.is_fused_along = program.forms, instructions, is_fused_along
+    def __init__(self, forms: Mapping[str, Form], instructions: Sequence[Instruction], ends: Collection[str]) -> None:
+        self.forms, self.instructions = forms, instructions
         self.made = {name: i for i, instruction in enumerate(instructions) for name in instruction.results}
         self.reads = Counter(name for instruction in instructions for name in instruction.operands)
         self.reads.update(ends)
@@ -95,7 +90,7 @@ class _Joined:
         if len(convert.conversions) != 1 or len(conversion.moves) != 1 or conversion.ways or conversion.scale:
             return None
         is_known = [one.kind for one in sent] in (["all_gather"], ["reduce_scatter"])
-        if not is_known or convert.of_parameters or not self.is_fused_along(sent[0].axes):
+        if not is_known or convert.of_parameters:
             return None
         return _dim_of(conversion.moves[0], backward=convert.backward)
 
@@ -114,7 +109,8 @@ class _Joined:
             return convert
         self.gone.update(i for i, *_ in taken)
         products = [product for _, product, *_ in taken]
-        changed = {
+        changed: dict[str, Any] = {
+            "origin": products[0].origin,
             "operands": (*convert.operands, *(weight for _, _, weight, _ in taken)),
             "results": (*convert.results, *(product.results[0] for product in products)),
             "forms": (*convert.forms, *(product.forms[0] for product in products)),
@@ -136,7 +132,8 @@ class _Joined:
             if product is None or self.forms[product[0]].shape[:-1] != shape[:-1]:
                 break  # rows of a view: the left side would have to be viewed as well
             self.gone.update({i, *views})
-            return _joined(convert, {"operands": product[:2]}, dim, (product[2],), gathers=False)
+            changed = {"operands": product[:2], "origin": instruction.origin}
+            return _joined(convert, changed, dim, (product[2],), gathers=False)
         return convert
 
     def _is_rows(self, name: str, whole: tuple[int, ...]) -> bool:
@@ -144,10 +141,10 @@ class _Joined:
 
 
 def _joined(
-    convert: Convert, changed: dict[str, tuple[object, ...]], dim: int, transposed: tuple[bool, ...], *, gathers: bool
+    convert: Convert, changed: dict[str, Any], dim: int, transposed: tuple[bool, ...], *, gathers: bool
 ) -> FusedProduct:
     copied = {field.name: getattr(convert, field.name) for field in fields(Convert)}
-    return FusedProduct(**copied | changed, dim=dim, transposed=transposed, gathers=gathers)  # type: ignore[arg-type]
+    return FusedProduct(**copied | changed, dim=dim, transposed=transposed, gathers=gathers)
 
 
 def _product(instruction: Compute) -> tuple[str, str, bool] | None:

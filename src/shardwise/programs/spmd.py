@@ -67,7 +67,8 @@ class SpmdProgram:
     ``outputs``: per flattened output the name of a value that is whole on every rank (or in the layout in which it is
     delivered), or a constant; ``loss`` likewise; ``mutations``: (buffer value, name of the value in the buffer's
     layout). ``cotangents``: of a part of a cut graph, those outputs whose cotangents come from outside, in the dual
-    layouts. ``lifetimes``: the memory policy.
+    layouts. ``lifetimes``: the memory policy. ``is_fused``: whether messages are joined with products
+    (``programs.fused_products``).
     """
 
     mesh: Mesh
@@ -79,6 +80,7 @@ class SpmdProgram:
     mutations: tuple[tuple[str, str], ...]
     cotangents: tuple[str, ...] = ()
     lifetimes: Lifetimes = Lifetimes()
+    is_fused: bool = False
 
     @cached_property
     def conversions(self) -> tuple[Conversion, ...]:
@@ -278,7 +280,10 @@ def insert_conversions(steps: Sequence[PlacedOp | Ahead], graph: Graph, choice: 
     loss = whole(graph.loss) if graph.loss is not None else None
     mutations = tuple((buffer, builder.convert(value, choice.sources[buffer], "")) for buffer, value in graph.mutations)
     graph = builder.keyed.extended(graph)
-    return SpmdProgram(mesh, graph, builder.layouts, tuple(builder.steps), outputs, loss, mutations, cotangents)
+    steps_made, is_fused = tuple(builder.steps), choice.row_chunks == "fused"
+    return SpmdProgram(
+        mesh, graph, builder.layouts, steps_made, outputs, loss, mutations, cotangents, is_fused=is_fused
+    )
 
 
 def float8_gathers(spmd: SpmdProgram) -> Float8Gathers:

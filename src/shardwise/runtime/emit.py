@@ -169,12 +169,9 @@ class ModuleWriter:
         for index, instruction in enumerate(instructions, first):
             if isinstance(instruction, Compute):
                 self._compute(index, instruction)
-            elif isinstance(instruction, FusedProduct):
-                fused = RunFusedProduct(instruction, self.ranks)
-                made = self._call_module(f"fused_{index}", fused, instruction.operands)
-                self._name(made, instruction.results, single=False)
             elif isinstance(instruction, Convert):
-                module = Converting(instruction, self.program.spmd.graph, self._ranks_of(instruction))
+                kind = RunFusedProduct if isinstance(instruction, FusedProduct) else Converting
+                module = kind(instruction, self.program.spmd.graph, self._ranks_of(instruction))
                 converted = self._call_module(f"convert_{index}", module, instruction.operands)
                 self._name(converted, instruction.results, single=len(instruction.results) == 1)
             elif isinstance(instruction, Depart):

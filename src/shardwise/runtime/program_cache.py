@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.plan import Plan
 from shardwise.programs.differentiate import differentiate
-from shardwise.programs.fused_products import with_fused_products
 from shardwise.programs.grad_accum_program import repeated
 from shardwise.programs.hoist_constants import with_constants_apart
 from shardwise.programs.program import localize
@@ -42,7 +40,7 @@ from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.faults import is_out_of_memory
-from shardwise.runtime.fused_products import have_symmetric_memory
+from shardwise.runtime.fused_products import find_symmetric_memory
 from shardwise.runtime.gpu_watcher import gpu_watcher
 from shardwise.runtime.hoisted_constants import Constants
 from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
@@ -195,9 +193,6 @@ class ProgramCache:
         self._given: dict[FunctionType, None] = {}  # functions among the arguments of the calls so far
         self._in_other_mode = in_other_mode(dict(module.named_modules()))
         self._announced: set[str] = set()
-        # Axes whose groups were asked for symmetric memory, and those that have it.
-        self._looked_at: frozenset[frozenset[str]] = frozenset()
-        self._fused: frozenset[frozenset[str]] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
         of_this_process: dict[str, Any] = {"_settings_of_model": None, "_surroundings": None, "_given": {}}
@@ -265,24 +260,11 @@ class ProgramCache:
     def create_groups(self, spmd: SpmdProgram) -> None:
         """Create the process groups of a program; every rank of the job calls it."""
         self.ranks.create_groups((move.axes for c in spmd.conversions for move in c.moves), spmd.urgent_axes)
-        self._find_symmetric_memory(spmd)
+        if spmd.is_fused:
+            find_symmetric_memory(self.ranks, {frozenset(move.axes) for c in spmd.conversions for move in c.moves})
         if self.host_ranks is not self.ranks:
             values = place_on_cpu(localize(spmd, 0), self.settings.host)[1]
             self.host_ranks.create_groups(m.axes for c in spmd.conversions if c.value in values for m in c.moves)
-
-    def _find_symmetric_memory(self, spmd: SpmdProgram) -> None:
-        """Find the axes along which a message and its products are one operator, once each; all ranks call this."""
-        if self.ranks.coordinates and self.settings.device.type == "cuda":
-            for axes in sorted(spmd.urgent_axes - self._looked_at, key=sorted):
-                self._looked_at |= {axes}
-                if have_symmetric_memory(self.ranks.group(tuple(axes))):
-                    self._fused |= {axes}
-                    if self.ranks.rank == 0:
-                        names = listed(sorted(axes))
-                        print(
-                            f"shardwise: messages along {names} run inside of products, by symmetric memory",
-                            file=sys.stderr,
-                        )
 
     def compiled_of(
         self,
@@ -341,8 +323,6 @@ class ProgramCache:
 
         def written(**settings: Any) -> tuple[RankProgram, frozenset[str]]:
             program = differentiate(placed, vjp_cache, loss_only=loss_only, **settings)
-            if fused := self._fused:
-                program = with_fused_products(program, lambda axes: frozenset(axes) in fused)
             return with_copies(program, host_values)
 
         def emitted(program: RankProgram, on_host: frozenset[str]) -> Emitted:

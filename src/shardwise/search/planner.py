@@ -32,7 +32,7 @@ from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
 from shardwise.layouts.transfer import on_mesh
 from shardwise.programs.buckets import BUCKET_BYTES
-from shardwise.programs.builder import Choice
+from shardwise.programs.builder import Choice, RowChunks
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.progress import STOPPED, each, stop_with
 from shardwise.rules.atoms import Factored
@@ -374,7 +374,7 @@ class Planner:
         )
 
     @property
-    def _messages(self) -> tuple[int, int, int]:
+    def _messages(self) -> tuple[int, int, RowChunks]:
         """Return the settings of messages on which a program depends."""
         return self.settings.bucket_bytes, self.settings.prefetch, self.settings.row_chunks or 1
 
@@ -507,12 +507,14 @@ class Planner:
         return tried[min(near, key=lambda one: one[1])][0]
 
     def _in_chunks(self, best: SimulatedCandidate) -> Planner:
-        """Return the planner with the chunks of rows that make a candidate's step clearly the shortest, of those that
-        fit. They are tried where the step waits for messages."""
+        """Return the planner with the chunks of rows, or the messages within products, that make a candidate's step
+        clearly the shortest, of those that fit. They are tried where the step waits for messages."""
         step = best.step
         if self.settings.row_chunks is not None or step is None or step.exposed <= BUCKET_GAIN * step.seconds:
             return self
-        tried = [self._varied(best.candidate, row_chunks=count) for count in ROW_CHUNKS]
+        links = best.candidate.search.cost.domains.prices.links
+        ways: tuple[RowChunks, ...] = (*ROW_CHUNKS, *(["fused"] if links.cluster.levels[0].symmetric_memory else []))
+        tried = [self._varied(best.candidate, row_chunks=way) for way in ways]
         planner, fastest = min(tried, key=lambda one: one[1])
         return planner if fastest < (1 - BUCKET_GAIN) * step.seconds else self
 
