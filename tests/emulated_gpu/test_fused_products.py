@@ -28,14 +28,18 @@ def model() -> tuple[Llama, Tensor]:
     return Llama(layers=1).double(), torch.randint(0, 32, (4, 8))
 
 
-def train_fused(plan: str, fault: bool) -> tuple[float, Counter[str]]:
-    """(largest error of a loss, gradient or parameter, fused operators that ran). torch's test mode runs what they
-    stand for. ``fault``: they gather and scatter another dim."""
+def train_fused(plan: str, fault: bool) -> tuple[float, Counter[str], str]:
+    """(largest error of a loss, gradient or parameter, fused operators that ran, the error of one that fails). torch's
+    test mode runs what they stand for. ``fault``: they gather and scatter another dim, and fail at the end."""
     ran: Counter[str] = Counter()
+    failing: list[bool] = []
+    said = ""
     start = fused_products.FusedMessage._start
 
     def counted(message: Any, *operands: Any) -> Any:
         ran["gathers" if message.instruction.gathers else "scatters"] += 1
+        if failing:
+            raise RuntimeError("NCCL communicator was aborted on rank 0.")
         if fault:
             message.instruction = replace(message.instruction, dim=0)
         return start(message, *operands)
@@ -63,7 +67,12 @@ def train_fused(plan: str, fault: bool) -> tuple[float, Counter[str]]:
                 for found, expected in ((parameter, other.detach()), (parameter.grad, other.grad)):
                     expected = shard(expected, par.layouts[name], par.coordinates)
                     worst = max(worst, float((found.detach().cpu() - expected).abs().max()))
-    return worst, ran
+        failing += [True] * fault
+        try:
+            par.step(batch.cuda())
+        except sw.ShardwiseError as error:
+            said = str(error)
+    return worst, ran, said
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.long)])
@@ -71,7 +80,10 @@ def test_fused_operators_train_as_one_device(axes: dict[str, int], run_gpu_ranks
     module, batch = model()
     mesh = sw.Mesh(**axes)
     plan = sw.plan(module, batch, mesh.num_devices, mesh=mesh, strategies=SEQUENCES, row_chunks="fused").to_json()
-    for worst, ran in run_gpu_ranks(train_fused, mesh.num_devices, plan, False):
+    for worst, ran, _ in run_gpu_ranks(train_fused, mesh.num_devices, plan, False):
         assert worst < TOLERANCE
-        assert ran == {"gathers": 3 * STEPS, "scatters": STEPS}
-    assert all(worst > 1e-3 for worst, _ in run_gpu_ranks(train_fused, mesh.num_devices, plan, True))
+        assert ran == {"gathers": 3 * (STEPS + 1), "scatters": STEPS + 1}
+    for worst, _, said in run_gpu_ranks(train_fused, mesh.num_devices, plan, True):
+        assert worst > 1e-3
+        assert "all_gather" in said, said
+        assert "layers.0" in said, "the operator"

@@ -105,6 +105,14 @@ class SpmdProgram:
         return frozenset(axes for axes, num_bytes in balance.items() if num_bytes > least)
 
     @cached_property
+    def fused_axes(self) -> frozenset[frozenset[str]]:
+        """Return the sets of sub-axes along which messages of values may be joined with products."""
+        parameters = {source.value for source in self.graph.sources if source.kind == "parameter"}
+        values = (conversion for conversion in self.conversions if conversion.origin not in parameters)
+        messages = (one for c in values for one in (*c.collectives(), *c.collectives(backward=True)))
+        return frozenset(frozenset(m.axes) for m in messages if m.kind in ("all_gather", "reduce_scatter"))
+
+    @cached_property
     def keyed_operators(self) -> frozenset[str]:
         """Return the operators on rows that follow keys, whose number is known in the step only."""
         return frozenset(

@@ -261,7 +261,7 @@ class ProgramCache:
         """Create the process groups of a program; every rank of the job calls it."""
         self.ranks.create_groups((move.axes for c in spmd.conversions for move in c.moves), spmd.urgent_axes)
         if spmd.is_fused:
-            find_symmetric_memory(self.ranks, {frozenset(move.axes) for c in spmd.conversions for move in c.moves})
+            find_symmetric_memory(self.ranks, spmd.fused_axes)
         if self.host_ranks is not self.ranks:
             values = place_on_cpu(localize(spmd, 0), self.settings.host)[1]
             self.host_ranks.create_groups(m.axes for c in spmd.conversions if c.value in values for m in c.moves)
