@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # defines operators
 from gpu_steps import MODELS, training_step
 from late_ranks import SPLIT
 from torch import Tensor, nn
@@ -242,8 +243,6 @@ def fused_products(here: Here) -> Lines:
 
     line: dict[str, Any] = {f"parts_{parts}": here.seconds(partial(divided, parts)) for parts in (1, 2, 8)}
     if here.is_gpu:
-        import torch.distributed._symmetric_memory
-
         call = torch.ops.symm_mem.fused_all_gather_matmul
         try:
             (made,) = call(left, [right], 0, dist.group.WORLD.group_name)[1]
