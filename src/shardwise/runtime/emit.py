@@ -170,8 +170,11 @@ class ModuleWriter:
             if isinstance(instruction, Compute):
                 self._compute(index, instruction)
             elif isinstance(instruction, Convert):
-                kind = RunFusedProduct if isinstance(instruction, FusedProduct) else Converting
-                module = kind(instruction, self.program.spmd.graph, self._ranks_of(instruction))
+                settings = self.program.spmd.graph, self._ranks_of(instruction)
+                if isinstance(instruction, FusedProduct):
+                    module: Converting = RunFusedProduct(instruction, *settings)
+                else:
+                    module = Converting(instruction, *settings)
                 converted = self._call_module(f"convert_{index}", module, instruction.operands)
                 self._name(converted, instruction.results, single=len(instruction.results) == 1)
             elif isinstance(instruction, Depart):

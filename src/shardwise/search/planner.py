@@ -513,7 +513,9 @@ class Planner:
         if self.settings.row_chunks is not None or step is None or step.exposed <= BUCKET_GAIN * step.seconds:
             return self
         links = best.candidate.search.cost.domains.prices.links
-        ways: tuple[RowChunks, ...] = (*ROW_CHUNKS, *(["fused"] if links.cluster.levels[0].symmetric_memory else []))
+        ways: list[RowChunks] = [*ROW_CHUNKS]
+        if links.cluster.levels[0].symmetric_memory:
+            ways.append("fused")
         tried = [self._varied(best.candidate, row_chunks=way) for way in ways]
         planner, fastest = min(tried, key=lambda one: one[1])
         return planner if fastest < (1 - BUCKET_GAIN) * step.seconds else self
