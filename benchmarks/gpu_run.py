@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # defines operators
 from gpu_steps import MODELS, training_step
 from late_ranks import SPLIT
 from torch import Tensor, nn
@@ -229,6 +230,29 @@ def float8(here: Here) -> Lines:
         yield {"products": products or "bfloat16", "loss": loss, "seconds": seconds, "peak_bytes": peak}
 
 
+def fused_products(here: Here) -> Lines:
+    """What dividing products costs that run beside messages (``row_chunks``): whole, in two chunks, in eight parts as
+    the fused operators have them, and by such an operator in a group of this rank alone, which copies and meets but
+    sends nothing. What overlaps is for several GPUs to say."""
+    rows, width, outputs = (64, 16, 24) if here.tiny else (8192, 4096, 1536)
+    left = torch.randn(rows, width, device=here.device, dtype=torch.bfloat16)
+    right = torch.randn(width, outputs, device=here.device, dtype=torch.bfloat16)
+
+    def divided(parts: int) -> list[Tensor]:
+        return [part @ right for part in left.chunk(parts)]
+
+    line: dict[str, Any] = {f"parts_{parts}": here.seconds(partial(divided, parts)) for parts in (1, 2, 8)}
+    if here.is_gpu:
+        call = torch.ops.symm_mem.fused_all_gather_matmul
+        try:
+            (made,) = call(left, [right], 0, dist.group.WORLD.group_name)[1]
+            line["ok"] = bool(torch.allclose(made, left @ right))
+            line["operator"] = here.seconds(partial(call, left, [right], 0, dist.group.WORLD.group_name))
+        except (RuntimeError, AttributeError) as error:
+            line["operator_failed"] = str(error)[:500]
+    yield {"rows": rows, "width": width, "outputs": outputs, **line}
+
+
 def copies(here: Here) -> Lines:
     """Bytes per second between the host and the device, from pageable and from pinned memory."""
     num_bytes = 2**20 if here.tiny else 2**30
@@ -370,6 +394,7 @@ PARTS: Mapping[str, tuple[Callable[[Here], Lines], int]] = {  # with limits in s
     "peaks": (peaks, 90),
     "head_loss": (head_loss, 60),
     "float8": (float8, 60),
+    "fused_products": (fused_products, 30),
     "copies": (copies, 30),
     "waits": (waits, 60),
     "graphs": (graphs, 120),

@@ -57,7 +57,7 @@ def plan(
     strategies: Mapping[str, Any] | None = None,
     layouts: Mapping[str, Kept] | None = None,
     bucket_bytes: int | None = None,
-    row_chunks: int | None = None,
+    row_chunks: int | Literal["fused"] | None = None,
     imbalance: float = IMBALANCE,
     recompute: Recompute | Literal["auto"] | None = "auto",
     offload: Offload = "auto",
@@ -118,8 +118,10 @@ def plan(
             message each. Default: 25 MiB, or where layouts are chosen by price, without stages, the size with the
             shortest simulated step that fits. The prefetch depth of gathers is chosen so for a given size, too.
         row_chunks: The chunks into which rows are divided between operators that mix them, so that the message of one
-            chunk travels beside the products of another. Default: 1, or where layouts are chosen by price, without
-            stages, 2 or 4 if the simulated step is shorter and fits.
+            chunk travels beside the products of another. ``"fused"``: rows stay whole, and gathers and scatters of
+            values run within the products that read or feed them, part by part, by torch's symmetric memory (NVIDIA
+            GPUs of one machine; elsewhere one after the other, which is printed). Default: 1, or where layouts are
+            chosen by price, without stages, 2, 4 or ``"fused"`` if the simulated step is shorter and fits.
         imbalance: Rows that are planned for on the busiest device that owns experts, over the mean of the owners, in
             seconds and bytes. A step may have more: it takes longer, and needs more memory than was planned.
         recompute: What backward recomputes. ``"full"``, ``"cheap"``, ``"gathers"`` or ``"cheap+gathers"``

@@ -249,6 +249,7 @@ def _replace_torch_cuda(num_gpus: int) -> None:
         "is_current_stream_capturing": lambda: gpu.is_capturing(),
         "CUDAGraph": CUDAGraph,
         "graph_pool_handle": lambda: (0, gpu.new_pool()),
+        "can_device_access_peer": lambda device, other: False,  # symmetric memory is not emulated
         "mem_get_info": lambda device=None: (MEMORY - gpu.live_bytes(), MEMORY),
         "memory_allocated": lambda device=None: gpu.live_bytes(),
         "memory_reserved": lambda device=None: gpu.live_bytes(),

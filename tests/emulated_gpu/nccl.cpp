@@ -252,6 +252,20 @@ class Nccl final : public c10d::Backend {
     });
   }
 
+  c10::intrusive_ptr<Work> allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins,
+                                                           const c10d::AllgatherOptions& options) override {
+    startCoalescing();
+    for (size_t i = 0; i < ins.size(); i++) _allgather_base(outs[i], ins[i], options);
+    return endCoalescing();
+  }
+
+  c10::intrusive_ptr<Work> reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins,
+                                                           const c10d::ReduceScatterOptions& options) override {
+    startCoalescing();
+    for (size_t i = 0; i < ins.size(); i++) _reduce_scatter_base(outs[i], ins[i], options);
+    return endCoalescing();
+  }
+
   c10::intrusive_ptr<Work> alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_splits,
                                          std::vector<int64_t>& in_splits,
                                          const c10d::AllToAllOptions& options) override {

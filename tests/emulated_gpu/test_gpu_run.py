@@ -65,7 +65,7 @@ def test_late_messages_change_no_loss(cases: list[str], run_gpu_ranks: RunRanks,
 @pytest.mark.parametrize(
     "parts",
     [
-        ["environment", "head_loss", "float8", "copies", "waits"],
+        ["environment", "head_loss", "float8", "fused_products", "copies", "waits"],
         pytest.param(["equal", "peaks", "graphs", "rank_programs"], marks=pytest.mark.long),
     ],
     ids="-".join,

@@ -12,7 +12,8 @@ from torch import nn
 with torch.device("meta"):
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True), 3)
     x = torch.zeros(32, 256, 512)
-plan = sw.plan(model, x, "h100-1x8", memory_bytes=80e6, loss=lambda output: output.square().mean(), micro_batch=16, cache=False)
+options = dict(loss=lambda output: output.square().mean(), micro_batch=16, memory_bytes=80e6, cache=False)
+plan = sw.plan(model, x, "h100-1x8", **options)
 print(plan.digest)
 """
 

@@ -48,6 +48,10 @@ _PRICED = {"search": "dynamic_programming"}
 _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
+def row_chunks(text: str) -> int | str:
+    return text if text == "fused" else int(text)
+
+
 def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> None:
     """Add the model, and one option per setting. ``cluster``: whether ``--cluster`` is required."""
     add_model(parser)
@@ -78,7 +82,8 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     add("--strategy", action="append", metavar="NAME=TEXT", help="of submodules: 'blocks.*.up=n@tp'; repeatable")
     add("--layout", action="append", metavar="NAME=TEXT", help="of an input, parameter or buffer: 'x=[32@dp, 512]'")
     add("--bucket-bytes", type=int, metavar="N", help="size of gradient buckets (by price)")
-    add("--row-chunks", type=int, metavar="N", help="chunks of rows, for messages beside products (by price)")
+    chunks = "chunks of rows, for messages beside products; fused: messages within products (by price)"
+    add("--row-chunks", type=row_chunks, metavar="N", help=chunks)
     add("--imbalance", type=float, metavar="FACTOR", help="rows on the busiest owner of experts over the mean (1.2)")
     policies = Suggestions(("auto", "none", "gathers", "cheap", "cheap+gathers", "full", "all"))
     add("--recompute", choices=policies, metavar="HOW", help="auto, none, gathers, cheap, cheap+gathers or full (auto)")

@@ -163,7 +163,8 @@ class Level:
     none. ``launches``: kind of collective -> its own ``launch``, where that is known.
     ``lines``: (kind, number of units, seconds, seconds per byte of the message) of groups that were measured; they
     count before the other figures. ``spread``: as of a device, of collectives. ``hierarchical``: whether the library
-    works level by level in groups over this one (HCCL), not in one ring.
+    works level by level in groups over this one (HCCL), not in one ring. ``symmetric_memory``: whether all devices of
+    one unit read each other's memory, in one machine of NVIDIA GPUs on NVLink (of the first level).
     """
 
     name: str
@@ -178,6 +179,7 @@ class Level:
     launches: Figures = field(default_factory=Figures)
     lines: tuple[tuple[str, int, float, float], ...] = ()
     hierarchical: bool = False
+    symmetric_memory: bool = False
     spread: float = 0.0
 
     def line(self, kind: str, num_units: int) -> tuple[float, float] | None:

@@ -54,7 +54,8 @@ _LEVEL_KEYS = {
     "spread": ("spread", "", False, True),
 }
 _TABLES = "name", "price_per_hour", "device", "devices", "levels", "failures", "sources", "measured"
-_LEVEL_TABLES = "name", "size", "shared_by", "group_bandwidths", "efficiency", "launches", "lines", "hierarchical"
+_LEVEL_FLAGS = "hierarchical", "symmetric_memory"
+_LEVEL_TABLES = "name", "size", "shared_by", "group_bandwidths", "efficiency", "launches", "lines", *_LEVEL_FLAGS
 _FAILURE_KEYS = {
     "hours_between": ("hours_between", "", True, False),
     "interruptions": ("interruptions", "", False, True),
@@ -409,16 +410,17 @@ def _level(reader: _FigureReader, table: Mapping[str, Any], where: str) -> Level
             by_size.append((int(key), reader.figure(value, "B/s", f"{where}.group_bandwidths.{key}")))
         else:
             reader.complain(f"{where}.group_bandwidths.{_key(key)}", "is not a number of units from 2")
+    settings: dict[str, Any] = {"bandwidth": 0.0, "latency": 0.0} | figures
     return Level(
         name=reader.text(table, "name", where),
         size=reader.count(table, "size", where),
         shared_by=reader.count(table, "shared_by", where, 1),
-        hierarchical=reader.flag(table, "hierarchical", where),
+        **{flag: reader.flag(table, flag, where) for flag in _LEVEL_FLAGS},
         group_bandwidths=tuple(sorted(by_size)),
         efficiency=reader.named(table, "efficiency", "", where, KINDS),
         launches=reader.named(table, "launches", "s", where, KINDS),
         lines=_lines(reader, table, where),
-        **({"bandwidth": 0.0, "latency": 0.0} | figures),
+        **settings,
     )
 
 
@@ -455,7 +457,7 @@ def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) 
         lines += ["", "[[levels]]", f"name = {_quoted(level.name)}", f"size = {level.size}"]
         lines += _figures(_LEVEL_KEYS, level)
         lines += [f"shared_by = {level.shared_by}"]
-        lines += ["hierarchical = true"] if level.hierarchical else []
+        lines += [f"{flag} = true" for flag in _LEVEL_FLAGS if getattr(level, flag)]
         by_size = {str(size): bandwidth for size, bandwidth in level.group_bandwidths}
         lines += _named("levels.group_bandwidths", by_size, "B/s")
         lines += _named("levels.efficiency", level.efficiency, "")

@@ -164,6 +164,10 @@ class Links:
             names = self._levels[axes] = tuple(self.cluster.levels[level].name for level in used)
         return names
 
+    def has_symmetric_memory(self, axes: tuple[str, ...]) -> bool:
+        """Return whether the devices of each group over these sub-axes read each other's memory."""
+        return self.span(axes).used() == (0,) and self.cluster.levels[0].symmetric_memory
+
     def price(self, itemsize: int) -> LinkPrice:
         """Return the ``price`` for ``redistribute``, for tensors of ``itemsize`` bytes per element."""
         return LinkPrice(self, itemsize)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shardwise.costs.fused_products import product_bytes, symmetric_bytes
 from shardwise.costs.ledger import STAYING, Category, Ledger, LedgerTensor, Peak, Storage, static_bytes
 from shardwise.costs.message_memory import Flight, MessageLedger, parts_of, stages_of
 from shardwise.costs.optimizers import (
@@ -24,6 +25,7 @@ from shardwise.costs.optimizers import (
 from shardwise.costs.prices import Prices
 from shardwise.programs.casts import computed_name
 from shardwise.programs.differentiate import differentiate
+from shardwise.programs.fused_products import FusedProduct
 from shardwise.programs.grad_accum_program import GradAccumProgram, repeated
 from shardwise.programs.hoist_constants import with_constants_apart
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction
@@ -226,6 +228,8 @@ class _Walk:
         self.ledger.op = instruction.origin.op
         if isinstance(instruction, Compute):
             self._compute(instruction)
+        elif isinstance(instruction, FusedProduct):
+            self._fused(instruction)
         elif isinstance(instruction, Convert):
             self._convert(instruction)
         elif isinstance(instruction, Depart):
@@ -256,6 +260,16 @@ class _Walk:
         for name, form, shared in zip(instruction.results, instruction.forms, instruction.shares, strict=True):
             storage = self.ledger.new(form.num_bytes) if shared is None else self.tensors[shared].storage
             self._name(name, LedgerTensor(form, storage))
+
+    def _fused(self, instruction: FusedProduct) -> None:
+        """What is scattered is there as a whole. Values that lie in another order are there twice."""
+        forms, turned = self.program.forms, instruction.is_turned
+        made = turned * sum(form.num_bytes for form in instruction.forms)
+        if not instruction.gathers:
+            made = (1 + turned) * product_bytes(instruction, forms)
+        self.ledger.note(symmetric_bytes(instruction, forms) + made)
+        for name, form in zip(instruction.results, instruction.forms, strict=True):
+            self._name(name, LedgerTensor(form, self.ledger.new(form.num_bytes)))
 
     def _convert(self, instruction: Convert) -> None:
         tensors = [self.tensors[name] for name in instruction.operands]

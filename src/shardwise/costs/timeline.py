@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from shardwise.costs.compute import assumed_backward, is_one_kernel
 from shardwise.costs.fused_kernels import FusedKernels, fused_kernels
+from shardwise.costs.fused_products import FusedProductCost, works
 from shardwise.costs.kernels import KernelCall, KernelWork, PricedKernel, work_of
 from shardwise.costs.ledger import Peak
 from shardwise.costs.memory import ProgramParts, busiest_program, memory_of_program
@@ -24,6 +25,7 @@ from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import priced_call
 from shardwise.graph.ir import Source
 from shardwise.layouts.conversions import Collective
+from shardwise.programs.fused_products import FusedProduct
 from shardwise.programs.grad_accum_program import GradAccumProgram
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
 from shardwise.programs.opaque import Differentiate, Record
@@ -266,7 +268,9 @@ class Timeline:
                 self.on_weights += self.compute - before if instruction.origin.part == "weight" else 0.0
                 continue
             self.in_graph = False
-            if isinstance(instruction, Convert):
+            if isinstance(instruction, FusedProduct):
+                self._fused(instruction)
+            elif isinstance(instruction, Convert):
                 self.now = self._message(sent_by(instruction), instruction.of_parameters)
             elif isinstance(instruction, Depart):
                 self.arrivals[instruction.flight] = self._message(sent_by(instruction), instruction.of_parameters)
@@ -320,6 +324,35 @@ class Timeline:
         for work in works:
             self._start(graphs=is_captured)
             self._work(name, self.prices.kernel(work))
+
+    def _fused(self, instruction: FusedProduct) -> None:
+        """A message and its products: at once where devices read each other's memory, else one after the other."""
+        sent, forms, links = sent_by(instruction), self.program.forms, self.prices.links
+        (collective,) = sent
+        if not links.has_symmetric_memory(collective.axes):
+            self.now = self._message(sent, False) if instruction.gathers else self.now
+            for work in works(instruction, forms):
+                self._start()
+                self._work(instruction.origin.op, self.prices.kernel(work))
+            self.now = self.now if instruction.gathers else self._message(sent, False)
+            return
+        parts = links.mesh.size_of(collective.axes)
+        message = links.seconds(collective.kind, collective.axes, collective.num_bytes)
+        barrier = self.prices.device.kernel_latency + links.cluster.levels[0].latency
+        cost = FusedProductCost(instruction, forms, self.prices.device, parts, message, barrier)
+        self.now = max(self.now, self.free.get(collective.axes, 0.0))
+        self._start()
+        begun = self.now
+        self._work(instruction.origin.op, (1 + BESIDE_COPIES) * cost.products + cost.moves)
+        # The rest of the kernels is started meanwhile, and the message may take longer.
+        self.host += (cost.num_kernels - 1) * self.prices.device.launch
+        end = max(self.now, begun + cost.seconds)
+        self.starved += max(self.host - end, 0.0)
+        self.now = max(end, self.host)
+        event = Event(collective.kind, self.part, collective.axes, begun, message, collective.num_bytes)
+        self.events.append(event)
+        self.communication += message
+        self.free[collective.axes] = self.now
 
     def _start(self, *, graphs: bool = False) -> None:
         """The host starts a kernel, which waits for it. Of a graph it starts the first one only."""

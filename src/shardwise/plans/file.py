@@ -173,7 +173,7 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         **{key: _field(body, key, kind, key) for key, kind in _SETTINGS.items()},
         "micro_batches": _count(body, "micro_batches", _MOST_PASSES),
         "prefetch": _count(body, "prefetch", _MOST_AT_ONCE),
-        "row_chunks": _count(body, "row_chunks", _MOST_AT_ONCE),
+        "row_chunks": "fused" if body.get("row_chunks") == "fused" else _count(body, "row_chunks", _MOST_AT_ONCE),
         "constants": _lines(body, "constants"),
         "per_micro_batch": _terms(body),
         "imbalance": _imbalance(body),

@@ -37,7 +37,8 @@ class Plan(PlanData):
         training: Whether the module was in training mode.
         bucket_bytes: Bytes of the largest message that several parameters share.
         prefetch: Depth of gathers of parameters: 2 starts each a group of products earlier.
-        row_chunks: Chunks of rows: the message of one travels beside the products of another.
+        row_chunks: Chunks of rows: the message of one travels beside the products of another. ``"fused"``: messages
+            run within products.
         pricing, predicted: Prices and prediction of a plan that was chosen by price.
         precision: The dtypes of the step, if they are not the model's.
         micro_batches: Micro-batches of a step. Stages, inputs and the prediction are those of one micro-batch.

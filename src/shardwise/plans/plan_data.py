@@ -26,6 +26,7 @@ from shardwise.plans.entries import (
 )
 from shardwise.plans.file import digest_of, plan_digest, precision_body, pricing_body, stage_body
 from shardwise.plans.quantities import format_ranges
+from shardwise.programs.builder import RowChunks
 from shardwise.rules.keyed_rows import IMBALANCE
 
 
@@ -50,7 +51,7 @@ class PlanData:
     imbalance: float = IMBALANCE
     per_micro_batch: tuple[str, ...] = ()
     prefetch: int = 1
-    row_chunks: int = 1
+    row_chunks: RowChunks = 1
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, PlanData) else NotImplemented
@@ -208,7 +209,7 @@ class PlanData:
             "training": self.training,
             "bucket_bytes": self.bucket_bytes,
             **({"prefetch": self.prefetch} if self.prefetch > 1 else {}),
-            **({"row_chunks": self.row_chunks} if self.row_chunks > 1 else {}),
+            **({"row_chunks": self.row_chunks} if self.row_chunks != 1 else {}),
             **({"micro_batches": self.micro_batches} if self.micro_batches > 1 else {}),
             **({"schedule": self.schedule} if self.schedule else {}),
             **({"order": [*self.order]} if self.order else {}),

@@ -59,7 +59,7 @@ def format_plan(plan: PlanData) -> str:
         f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
         *([f"  a step is {plan.micro_batches} passes over {plan.micro_batch} samples"] * (plan.micro_batches > 1)),
-        *([f"  {_chunks(plan)}"] * (plan.row_chunks > 1)),
+        *([f"  {_chunks(plan)}"] * (plan.row_chunks != 1)),
         *_terms(plan),
         f"  communication per {'step' if plan.micro_batches == 1 else 'pass'} and device:",
         *(f"    {direction:9} {text}" for direction, text in format_communication(plan).items()),
@@ -82,6 +82,11 @@ def format_plan(plan: PlanData) -> str:
 
 
 def _chunks(plan: PlanData) -> str:
+    if plan.row_chunks == "fused":
+        kinds = {one.kind for entry in plan.conversions for one in (*entry.forward, *entry.backward)}
+        if kinds.isdisjoint(("all_gather", "reduce_scatter")):
+            return "row_chunks=fused joins nothing: no message gathers or scatters rows between products"
+        return "row_chunks=fused: gathers and scatters of rows run within products, where GPUs have symmetric memory"
     if any(chunk_of(conversion.value) for conversion in plan.conversions):
         return f"rows in {plan.row_chunks} chunks: a chunk's messages travel beside others' products"
     return f"row_chunks={plan.row_chunks} divides nothing: no rows between products and messages can be divided so"

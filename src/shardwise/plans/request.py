@@ -23,6 +23,7 @@ from shardwise.graph.ir import Graph
 from shardwise.graph.segments import Recompute, Segment, check_how
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
+from shardwise.programs.builder import RowChunks
 from shardwise.rules.keyed_rows import IMBALANCE, imbalance_fault
 from shardwise.search.auto import PRICED_SEARCHES, PricedSearch
 from shardwise.search.decide import Kept
@@ -49,7 +50,7 @@ class ParallelConfig:
     recompute: Recompute | Literal["auto"] | None = "auto"
     offload: Offload = "auto"
     bucket_bytes: int | None = None
-    row_chunks: int | None = None
+    row_chunks: RowChunks | None = None
     imbalance: float = IMBALANCE
 
     def __post_init__(self) -> None:
@@ -67,8 +68,10 @@ class ParallelConfig:
                 f"bucket_bytes is {size!r}", fix="a whole number of bytes; 0: no buckets; None: chosen by price"
             )
         chunks = self.row_chunks
-        if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or not 0 < chunks <= 1024):
-            raise ShardwiseError(f"row_chunks is {chunks!r}", fix="1 (whole rows) to 1024; None: chosen by price")
+        is_count = isinstance(chunks, int) and not isinstance(chunks, bool) and 0 < chunks <= 1024
+        if chunks not in (None, "fused") and not is_count:
+            fix = "1 (whole rows) to 1024, or 'fused' (messages within products); None: chosen by price"
+            raise ShardwiseError(f"row_chunks is {chunks!r}", fix=fix)
         if not isinstance(self.mesh, Mesh | None):
             fix = "sw.Mesh(dp=2, tp=4), or sw.Mesh({'dp': 2, 'tp': 4})"
             raise ShardwiseError(f"mesh is {self.mesh!r}", fix=fix)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Literal
 
 import torch
 from torch._ops import OpOverload
@@ -38,20 +39,24 @@ from shardwise.rules.rule import Factor, LocalContext, LocalOpCall, OpRule
 Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]
 
 
+RowChunks = int | Literal["fused"]
+
+
 @dataclass(frozen=True)
 class Choice:
     """The choices that determine a program: a strategy per operator, and per source the layout in which it is stored or
     passed. ``shared``: values that are first converted to one layout, from which all consumers convert them;
     ``delivered``: outputs that are delivered in a given layout, not whole (of a part of a cut graph those that it
     sends); ``route``: the moves between two layouts of a value (default: those that send the fewest bytes);
-    ``row_chunks``: the chunks of rows whose messages travel beside products (``programs.row_chunks``)."""
+    ``row_chunks``: the chunks of rows whose messages travel beside products (``programs.row_chunks``), or "fused": rows
+    stay whole, and messages are joined with products (``programs.fused_products``)."""
 
     strategies: Mapping[str, Strategy]
     sources: Mapping[str, Layout]
     shared: Mapping[str, Layout] = field(default_factory=dict)
     delivered: Mapping[str, Layout] = field(default_factory=dict)
     route: Route | None = None
-    row_chunks: int = 1
+    row_chunks: RowChunks = 1
 
 
 class Builder:

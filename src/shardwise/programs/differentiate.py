@@ -31,6 +31,7 @@ from shardwise.programs.exchanges import ExchangeWriter
 from shardwise.programs.float8_gathers import operand_name, rounded_name
 from shardwise.programs.forms import Form
 from shardwise.programs.fuse_bias import with_biases
+from shardwise.programs.fused_products import with_fused_products
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, Origin, with_operands
 from shardwise.programs.keyed_rows import CountRows, ReadCounts
 from shardwise.programs.lifetimes import with_lifetimes
@@ -106,8 +107,9 @@ def _leader(local: LocalProgram) -> tuple[LocalProgram, ...]:
 
 
 def finish_exchanges(program: RankProgram) -> RankProgram:
-    """Send rows beside products, and mark what exchanges may overwrite."""
-    return mark_overwrites(with_chunks_beside_products(with_rows_beside_products(program)))
+    """Send rows beside products, or within them, and mark what exchanges may overwrite."""
+    moved = with_chunks_beside_products(with_rows_beside_products(program))
+    return mark_overwrites(with_fused_products(moved) if program.spmd.is_fused else moved)
 
 
 @dataclass(eq=False)

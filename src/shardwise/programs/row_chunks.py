@@ -61,7 +61,7 @@ def in_chunks(
         The operators in order, and where their operands are converted ahead of them; the graph and the choice that
         have them.
     """
-    if choice.row_chunks == 1:
+    if choice.row_chunks in (1, "fused"):
         return placed, graph, choice
     return _Writer(_Operators(placed, graph, choice, mesh)).write()
 
@@ -70,7 +70,13 @@ class _Operators:
     """The operators of a lowered graph in their layouts, and which of them treat rows alike."""
 
     def __init__(self, placed: Sequence[PlacedOp], graph: Graph, choice: Choice, mesh: Mesh) -> None:
-        self.placed, self.graph, self.choice, self.mesh, self.chunks = placed, graph, choice, mesh, choice.row_chunks
+        self.placed, self.graph, self.choice, self.mesh, self.chunks = (
+            placed,
+            graph,
+            choice,
+            mesh,
+            int(choice.row_chunks),
+        )
         applied = {item.op.name: apply_strategy(item.rule, item.strategy, mesh) for item in placed}
         self.made = dict(choice.sources)
         self.wanted: dict[str, tuple[Layout, ...]] = {}

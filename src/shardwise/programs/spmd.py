@@ -67,7 +67,8 @@ class SpmdProgram:
     ``outputs``: per flattened output the name of a value that is whole on every rank (or in the layout in which it is
     delivered), or a constant; ``loss`` likewise; ``mutations``: (buffer value, name of the value in the buffer's
     layout). ``cotangents``: of a part of a cut graph, those outputs whose cotangents come from outside, in the dual
-    layouts. ``lifetimes``: the memory policy.
+    layouts. ``lifetimes``: the memory policy. ``is_fused``: whether messages are joined with products
+    (``programs.fused_products``).
     """
 
     mesh: Mesh
@@ -79,6 +80,7 @@ class SpmdProgram:
     mutations: tuple[tuple[str, str], ...]
     cotangents: tuple[str, ...] = ()
     lifetimes: Lifetimes = Lifetimes()
+    is_fused: bool = False
 
     @cached_property
     def conversions(self) -> tuple[Conversion, ...]:
@@ -101,6 +103,14 @@ class SpmdProgram:
                 balance[frozenset(message.axes)] += -message.num_bytes if is_parameter else message.num_bytes
         least = max(balance.values(), default=0) // SMALLEST_SHARE
         return frozenset(axes for axes, num_bytes in balance.items() if num_bytes > least)
+
+    @cached_property
+    def fused_axes(self) -> frozenset[frozenset[str]]:
+        """Return the sets of sub-axes along which messages of values may be joined with products."""
+        parameters = {source.value for source in self.graph.sources if source.kind == "parameter"}
+        values = (conversion for conversion in self.conversions if conversion.origin not in parameters)
+        messages = (one for c in values for one in (*c.collectives(), *c.collectives(backward=True)))
+        return frozenset(frozenset(m.axes) for m in messages if m.kind in ("all_gather", "reduce_scatter"))
 
     @cached_property
     def keyed_operators(self) -> frozenset[str]:
@@ -281,7 +291,10 @@ def insert_conversions(steps: Sequence[PlacedOp | Ahead], graph: Graph, choice: 
     loss = whole(graph.loss) if graph.loss is not None else None
     mutations = tuple((buffer, builder.convert(value, choice.sources[buffer], "")) for buffer, value in graph.mutations)
     graph = builder.keyed.extended(graph)
-    return SpmdProgram(mesh, graph, builder.layouts, tuple(builder.steps), outputs, loss, mutations, cotangents)
+    steps_made, is_fused = tuple(builder.steps), choice.row_chunks == "fused"
+    return SpmdProgram(
+        mesh, graph, builder.layouts, steps_made, outputs, loss, mutations, cotangents, is_fused=is_fused
+    )
 
 
 def float8_gathers(spmd: SpmdProgram) -> Float8Gathers:

@@ -18,6 +18,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.schema import run_call
 from shardwise.layouts.conversions import Collective, Move, collective_of
 from shardwise.layouts.mesh import Mesh
+from shardwise.programs.fused_products import FusedProduct
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
 from shardwise.programs.moves import LocalMove, local_move
 from shardwise.programs.rank_program import RankProgram
@@ -86,6 +87,9 @@ class VirtualCluster:
         flights: Sequence[dict[str, list[Tensor]]],
     ) -> None:
         first = exchanges[0]
+        if isinstance(first, FusedProduct):
+            self._fused([one for one in exchanges if isinstance(one, FusedProduct)], values)
+            return
         tensors = [
             values[rank][exchange.operands[position]]
             for position in range(len(first.conversions))
@@ -109,6 +113,22 @@ class VirtualCluster:
                 values[rank].update(zip(instruction.results, arrived, strict=True))
             if instruction.overwrites:  # on real ranks the content is undefined now
                 _spoil(values[rank][instruction.operands[0]])
+
+    def _fused(self, products: Sequence[FusedProduct], values: Sequence[Values]) -> None:
+        """Do what torch's fused operators do: parts of ``dim`` in the order of the ranks."""
+        (collective,) = sent_by(products[0])
+        self.record.append(collective)
+        sides = [[own[name] for name in one.operands] for one, own in zip(products, values, strict=True)]
+        partial = [sent[0] if one.gathers else one.scattered(sent) for one, sent in zip(products, sides, strict=True)]
+        for rank, one in enumerate(products):
+            group = sorted(self.mesh.group(collective.axes, rank))
+            members = [partial[member] for member in group]
+            if one.gathers:
+                whole = torch.cat(members, one.dim)
+                results = [whole, *one.products(whole, sides[rank])]
+            else:
+                results = [torch.stack(members).sum(0).chunk(len(group), one.dim)[group.index(rank)].contiguous()]
+            values[rank].update(zip(one.results, results, strict=True))
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 

@@ -176,6 +176,7 @@ class Communicator:
         self.record: list[Collective] | None = None  # set to a list to record this rank's collectives
         self._groups: dict[frozenset[str], Any] = {}
         self._urgent: frozenset[frozenset[str]] = frozenset()  # the sets whose groups have high priority
+        self.symmetric: dict[frozenset[str], bool] = {}  # axes -> whether their groups have symmetric memory
         self._reading: RankTree | None = None  # in which all ranks meet before an output is read
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
@@ -185,7 +186,7 @@ class Communicator:
 
     def __getstate__(self) -> dict[str, Any]:  # process groups are not stored: they are created again on use
         size = dist.get_world_size()
-        groups: dict[str, Any] = {"_groups": {}, "_urgent": frozenset(), "_reading": None}
+        groups: dict[str, Any] = {"_groups": {}, "_urgent": frozenset(), "symmetric": {}, "_reading": None}
         return {**self.__dict__, **groups, "record": None, "size": size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

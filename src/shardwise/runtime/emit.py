@@ -15,11 +15,13 @@ from torch import fx
 
 from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Ref, map_refs
+from shardwise.programs.fused_products import FusedProduct
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, Origin
 from shardwise.programs.invariants import check_program
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_embedding import HOST
+from shardwise.runtime.fused_products import RunFusedProduct
 from shardwise.runtime.host_copies import StartCopy, WaitForCopy
 from shardwise.runtime.transit import Arriving, Converting, Departing
 
@@ -168,7 +170,11 @@ class ModuleWriter:
             if isinstance(instruction, Compute):
                 self._compute(index, instruction)
             elif isinstance(instruction, Convert):
-                module = Converting(instruction, self.program.spmd.graph, self._ranks_of(instruction))
+                settings = self.program.spmd.graph, self._ranks_of(instruction)
+                if isinstance(instruction, FusedProduct):
+                    module: Converting = RunFusedProduct(instruction, *settings)
+                else:
+                    module = Converting(instruction, *settings)
                 converted = self._call_module(f"convert_{index}", module, instruction.operands)
                 self._name(converted, instruction.results, single=len(instruction.results) == 1)
             elif isinstance(instruction, Depart):

@@ -41,6 +41,7 @@ from shardwise.runtime.cuda_graphs import GraphMemory, graph_program
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.faults import is_out_of_memory
+from shardwise.runtime.fused_products import find_symmetric_memory
 from shardwise.runtime.gpu_watcher import gpu_watcher
 from shardwise.runtime.hoisted_constants import Constants
 from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
@@ -266,6 +267,8 @@ class ProgramCache:
     def create_groups(self, spmd: SpmdProgram) -> None:
         """Create the process groups of a program; every rank of the job calls it."""
         self.ranks.create_groups((move.axes for c in spmd.conversions for move in c.moves), spmd.urgent_axes)
+        if spmd.is_fused:
+            find_symmetric_memory(self.ranks, spmd.fused_axes)
         if self.host_ranks is not self.ranks:
             values = place_on_cpu(localize(spmd, 0), self.settings.host)[1]
             self.host_ranks.create_groups(m.axes for c in spmd.conversions if c.value in values for m in c.moves)

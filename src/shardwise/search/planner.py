@@ -33,7 +33,7 @@ from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
 from shardwise.layouts.transfer import on_mesh
 from shardwise.programs.buckets import BUCKET_BYTES
-from shardwise.programs.builder import Choice
+from shardwise.programs.builder import Choice, RowChunks
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.progress import STOPPED, check_deadline, each, finishing, has_stopped, stop_with
 from shardwise.rules.atoms import Factored
@@ -385,7 +385,7 @@ class Planner:
         )
 
     @property
-    def _messages(self) -> tuple[int, int, int]:
+    def _messages(self) -> tuple[int, int, RowChunks]:
         """Return the settings of messages on which a program depends."""
         return self.settings.bucket_bytes, self.settings.prefetch, self.settings.row_chunks or 1
 
@@ -524,16 +524,18 @@ class Planner:
         return tried[min(near, key=lambda one: one[1])][0]
 
     def _in_chunks(self, best: SimulatedCandidate) -> Planner:
-        """Return the planner with the chunks of rows that make a candidate's step clearly the shortest, of those that
-        fit. They are tried where the step waits for messages, more of them only while each gains."""
+        """Return the planner with the chunks of rows, or the messages within products, that make a candidate's step
+        clearly the shortest, of those that fit. They are tried where the step waits for messages, more chunks only if
+        few gain."""
         if self.settings.row_chunks is not None or not _waits(best):
             return self
+        links = best.candidate.search.cost.domains.prices.links
         planner, fastest = self, _seconds(best)
-        for count in ROW_CHUNKS:
-            varied, seconds = self._varied(best.candidate, row_chunks=count)
-            if seconds >= fastest:
-                break
-            planner, fastest = varied, seconds
+        for way in (*ROW_CHUNKS, *(("fused",) if links.cluster.levels[0].symmetric_memory else ())):
+            if planner is self and way == ROW_CHUNKS[-1]:
+                continue
+            varied, seconds = self._varied(best.candidate, row_chunks=way)
+            planner, fastest = (varied, seconds) if seconds < fastest else (planner, fastest)
         return planner if fastest < (1 - BUCKET_GAIN) * _seconds(best) else self
 
     def _varied(self, candidate: Candidate, **settings: Any) -> tuple[Planner, float]:

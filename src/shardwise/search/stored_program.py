@@ -17,7 +17,7 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.buckets import BUCKET_BYTES
-from shardwise.programs.builder import Choice
+from shardwise.programs.builder import Choice, RowChunks
 from shardwise.programs.differentiate import finish_exchanges, keeping_all
 from shardwise.programs.float8_gathers import scaled_where_stored
 from shardwise.programs.grad_accum_program import with_once
@@ -39,7 +39,7 @@ class SearchConfig:
     ``memory_bytes``: the limit for the tensors of a device (None: what the cluster's devices have beside their
     reserve); ``bucket_bytes``: the largest message that several parameters share; ``message_sizes``: others that the
     plan that is taken may have by price, with another ``prefetch`` depth of gathers (None: it keeps both);
-    ``row_chunks``: the chunks of rows (``programs.row_chunks``), None: one, or more by price; ``layouts``: those in
+    ``row_chunks``: as of a ``Choice``, None: 1, or another by price; ``layouts``: those in
     which the user keeps tensors; ``zero``: whether parameters are stored in parts wherever they would be copied;
     ``in_flight``: micro-batches whose values a device keeps for backward at once; ``turns``: the stages of a pipeline
     rank, which take turns, so that transient bytes are there once; ``taken``: the layouts in which the next stage takes
@@ -55,7 +55,7 @@ class SearchConfig:
     bucket_bytes: int = BUCKET_BYTES
     message_sizes: tuple[int, ...] | None = None
     prefetch: int = 1
-    row_chunks: int | None = 1
+    row_chunks: RowChunks | None = 1
     layouts: Mapping[str, Kept] = field(default_factory=dict)
     memory_policy: MemoryPolicy = field(default_factory=MemoryPolicy)
     zero: Zero | None = None
