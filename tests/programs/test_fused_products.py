@@ -12,7 +12,7 @@ import torch
 
 import shardwise as sw
 from programs.test_row_chunks import SEQUENCES, Llama, rank_program
-from shardwise.costs.fused_products import FusedProductCost
+from shardwise.costs.product_messages import FusedProductCost
 from shardwise.programs import fused_products
 from shardwise.programs.fused_products import FusedProduct
 from shardwise.programs.invariants import check_program

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.costs.fused_products import product_bytes, symmetric_bytes
 from shardwise.costs.ledger import STAYING, Category, Ledger, LedgerTensor, Peak, Storage, static_bytes
 from shardwise.costs.message_memory import Flight, MessageLedger, parts_of, stages_of
 from shardwise.costs.optimizers import (
@@ -23,6 +22,7 @@ from shardwise.costs.optimizers import (
     whole_matrix_bytes,
 )
 from shardwise.costs.prices import Prices
+from shardwise.costs.product_messages import product_bytes, symmetric_bytes
 from shardwise.programs.casts import computed_name
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.fused_products import FusedProduct

@@ -16,13 +16,13 @@ from torch._ops import OpOverload
 
 from shardwise.costs.compute import assumed_backward, is_one_kernel
 from shardwise.costs.fused_kernels import FusedKernels, fused_kernels
-from shardwise.costs.fused_products import FusedProductCost, works
 from shardwise.costs.kernels import KernelCall, KernelWork, PricedKernel, work_of
 from shardwise.costs.ledger import Peak
 from shardwise.costs.memory import ProgramParts, busiest_program, memory_of_program
 from shardwise.costs.optimizers import is_on_host, states_of
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import priced_call
+from shardwise.costs.product_messages import FusedProductCost, works
 from shardwise.graph.ir import Source
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.fused_products import FusedProduct

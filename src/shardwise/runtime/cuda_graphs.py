@@ -65,7 +65,7 @@ class GraphMemory:
     pool: Any = None  # of the first graph: CUDA drops a pool that has none
     numbers: Iterator[int] = field(default_factory=count)  # of graphs, in the order of captures
     _warned: set[str] = field(default_factory=set)
-    _replayed: list[_Graph] = field(default_factory=list)  # as they were captured; their results may be in use
+    _replayed: list[_CapturedGraph] = field(default_factory=list)  # as they were captured; their results may be in use
 
     def __post_init__(self) -> None:
         self.stream = torch.cuda.Stream(self.device)
@@ -92,7 +92,7 @@ class GraphMemory:
             warn_user(what, PlanWarning)
         self._warned.add(what)
 
-    def admits_replay(self, graph: _Graph) -> bool:
+    def admits_replay(self, graph: _CapturedGraph) -> bool:
         """Return whether nothing uses results of graphs captured later, and note that this one is replayed if so."""
         while self._replayed and self._replayed[-1].number >= graph.number:
             if not self._replayed[-1].is_free():
@@ -157,7 +157,7 @@ class GraphKernels(Boxed):
     memory: GraphMemory
     program: object
     name: str
-    _graph: _Graph | None = None
+    _graph: _CapturedGraph | None = None
     _has_run: bool = False
 
     def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
@@ -180,7 +180,7 @@ class GraphKernels(Boxed):
         results: Sequence[Tensor] = self.kernels(*take_all(operands))
         return results
 
-    def _capture(self, operands: Sequence[Tensor]) -> _Graph:
+    def _capture(self, operands: Sequence[Tensor]) -> _CapturedGraph:
         stay = {i for i, x in enumerate(operands) if i in self.fixed or _memory_of(x) in self.memory.results}
         places = {i: _place_of(operands[i]) for i in stay}
         landed = [i for i in range(len(operands)) if i not in places]
@@ -202,11 +202,11 @@ class GraphKernels(Boxed):
         own = {_memory_of(x): x.untyped_storage() for x in results if _memory_of(x) not in read}
         memory.results |= {address: storage.nbytes() for address, storage in own.items()}
         memory.pool = memory.pool or graph.pool()
-        return _Graph(graph, next(memory.numbers), results, own, landing, places)
+        return _CapturedGraph(graph, next(memory.numbers), results, own, landing, places)
 
 
 @dataclass(eq=False)
-class _Graph:
+class _CapturedGraph:
     """A captured run. ``number``: in the order of captures; ``own``: memory of the results that are no views of
     operands; ``landing``: position of an operand -> where it is copied to; ``places``: of the other operands."""
 
