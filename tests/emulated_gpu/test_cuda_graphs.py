@@ -297,7 +297,7 @@ def mutate() -> dict[str, bool]:
     return {
         "inputs": is_wrong(cuda_graphs, "copy_all", once),
         "outputs": is_wrong(cuda_graphs.CopyOut, "__call__", lambda _, operands: take_all(operands)),
-        "in use": is_wrong(cuda_graphs._Graph, "is_free", lambda _: True),
+        "in use": is_wrong(cuda_graphs._CapturedGraph, "is_free", lambda _: True),
     }
 
 
