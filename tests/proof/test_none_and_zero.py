@@ -183,7 +183,8 @@ def test_no_other_operator_is_invisible_to_autograd_in_place() -> None:
                 continue
             if x.grad_fn == before:
                 same.add(name)
-    assert same == set(LOGICAL)
+    # It changes no number, and is listed only once something in the process has asked for it.
+    assert same - {"requires_grad_"} == set(LOGICAL)
 
 
 def trained(loss: str, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
