@@ -208,9 +208,7 @@ def test_a_cluster_file_has_a_price_and_an_argument_takes_its_place(
         assert sw.fits(module, batch, cluster, seconds=0, price_per_hour=5.0, **settings).price == pytest.approx(
             2 * own.price
         )
-    (tmp_path / "net.py").write_text(
-        "from planning.test_fits_in_stages import asked\n\n\ndef build():\n    return asked()\n"
-    )
+    (tmp_path / "net.py").write_text(f"from {__name__} import asked\n\n\ndef build():\n    return asked()\n")
     few = ["--cluster", str(tmp_path / "ours.toml"), "--stages", "2", "--micro-batch", "8", "--seconds", "0", "--json"]
     assert cli.main(["fits", f"{tmp_path / 'net.py'}:build", *few]) == 0
     data = json.loads(capsys.readouterr().out)
