@@ -119,19 +119,19 @@ def _recompute_with(program: RankProgram, messages: Sequence[Sequence[tuple[str,
     while True:
         again, between = _Repeater(program, dropped), iter(messages)
         backward: list[Instruction] = []
-        alone: set[str] = set()  # what other messages deliver, which this rank would send alone
+        kept: set[str] = set()  # what messages deliver that are not repeated here
         for instruction in (None, *program.backward):
             if instruction is not None:
                 backward += again.repeat(instruction.operands)
-                alone |= again.delivered
+                kept |= again.delivered
                 backward.append(with_operands(instruction, again.names))
             if instruction is None or id(instruction) in own:
                 for results in next(between):
                     backward += again.repeat(results, always=True)
-                    alone |= again.delivered.difference(results)
-        if not alone:
+                    kept |= again.delivered.difference(results)
+        if not kept:
             return again.finish(backward)
-        dropped -= alone
+        dropped -= kept
 
 
 def _messages_again(backward: Sequence[Instruction]) -> list[list[tuple[str, ...]]]:

@@ -89,10 +89,10 @@ class SpmdProgram:
 
     @cached_property
     def urgent_axes(self) -> frozenset[frozenset[str]]:
-        """Return the sets of sub-axes most of whose bytes are of values, which kernels wait for at once: activations
-        and their cotangents. Parameters are gathered ahead of their use, and gradients reduced behind it. A set that
-        has both has one communicator, whose messages run one after the other; the larger share decides. Sets that have
-        little, such as counts of a loss, are not urgent."""
+        """Return the sets of sub-axes along which mostly activations and their cotangents travel. Kernels wait for
+        these at once, while parameters are gathered ahead of their use, and gradients reduced behind it. A set that has
+        both has one communicator, whose messages run one after the other; the larger share decides. Sets with few
+        bytes, such as counts of a loss, are not urgent."""
         balance: Counter[frozenset[str]] = Counter()
         for conversion in self.conversions:
             source = self.graph.source_of.get(conversion.origin)
