@@ -104,6 +104,15 @@ def test_meshes_that_are_priced_nearly_alike_are_compared_by_simulation(
     assert not found.prediction.passed_over.fits
 
 
+def test_what_is_slower_than_a_known_plan_is_not_tried_under_lower_limits(
+    planner: Planner, completed: list[Mesh]
+) -> None:
+    assert planner.fastest([FIRST], known=9.9).excess
+    assert completed == []
+    assert planner.fastest([FIRST], known=10.1).excess, "lower limits help nothing here"
+    assert set(completed) == {FIRST.mesh}
+
+
 def test_the_bound_of_a_search_under_a_lower_limit_does_not_bound_the_plans_that_fit() -> None:
     under_less = replace(FIRST.prediction(), bound=10.0)
     found = with_bound_over_meshes(under_less, FIRST.mesh, [FIRST, THIRD])

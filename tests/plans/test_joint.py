@@ -135,6 +135,32 @@ def test_what_is_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "plans of what was left out may be faster" in str(said)
 
 
+def test_settings_of_large_models_are_planned_while_their_estimates_are_below_the_best_step() -> None:
+    """One that is estimated to be slower than the plan is left out, though there are tries left, and its estimate is
+    printed."""
+    cluster, planned = sw.Cluster.load("h100-1x8"), list[int]()
+    settings = [StageConfig(stages, "1F1B", 1, 64) for stages in (2, 4, 8)]
+    plan = sw.plan(Staged(layers=2), BATCH, 2).plan
+    step = auto_stages.figures(plan)
+    assert step is not None
+
+    def plan_setting(setting: StageConfig, known: float) -> sw.Plan:
+        planned.append(setting.stages)
+        return plan
+
+    def estimate(setting: StageConfig) -> float:
+        return {2: 0.5, 4: 0.9, 8: 1.01}[setting.stages] * step[0]
+
+    floor = LowerBound(1e-12, 0, 1e-3)
+    _, said = auto_stages.joint_search(settings, floor, cluster, plan_setting, tries=2, estimates=(estimate,))
+    assert planned == [2, 4]
+    assert not said.is_complete
+    assert "8 stages, 1F1B, micro-batch 1 (64 passes): left out: about" in str(said)
+    planned.clear()
+    _, said = auto_stages.joint_search(settings, floor, cluster, plan_setting, tries=3, estimates=(estimate,))
+    assert len(planned) == 3, "where there are tries for all, estimates decide nothing"
+
+
 def test_settings_are_estimated_as_far_as_they_may_be_the_least_and_few_stages_come_first() -> None:
     floor, cluster = LowerBound(1.0, 300, 1e9, blocks=80), sw.Cluster.load("h100-32x8")
     found = [

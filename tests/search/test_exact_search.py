@@ -8,13 +8,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import linprog
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
 from raising import raises
 from search.checking import MESHES, TINY, Tally, check_emitted, check_plan, check_search, gap_of, tiny_cost
-from search.cost_graphs import climbed, cluster_of, cost_of_model, random_assignments, seconds_of, small_cost
+from search.cost_graphs import (
+    climbed,
+    cluster_of,
+    cost_of_model,
+    every_assignment,
+    random_assignments,
+    seconds_of,
+    small_cost,
+)
 from search.integer_program import solve_ilp
 from search.small_models import Mlp, TwoProducts
 from search.wide_models import WIDE
@@ -23,7 +32,8 @@ from shardwise.layouts.choice import Split
 from shardwise.layouts.strategy import parse_choices
 from shardwise.search import dynamic_programming, message_passing, solving
 from shardwise.search.auto import PRICED_SEARCHES, assignment_of, best_completion, run_search
-from shardwise.search.cost_graph import BYTES, CostGraph, CostWeights
+from shardwise.search.constants import BOUND_TOLERANCE
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
 from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
 from shardwise.search.dynamic_programming import search as search_step
 from shardwise.search.elimination import Problem, Solution, fix_variables, solve
@@ -49,6 +59,36 @@ def wide_llama(layers: int, mesh: sw.Mesh) -> CostGraph:
 
 
 # -- small graphs: all assignments -------------------------------------------------------------------------------------
+
+
+def test_the_bound_under_a_limit_is_the_highest_over_both_multipliers():
+    """Over all assignments of small graphs, and by a linear program of all their planes."""
+    limited = 0
+    for seed in range(60):
+        cost = small_cost(seed, 1_000)
+        if cost is None:
+            continue
+        every = every_assignment(cost)
+        every = every[np.isfinite(every).all(axis=1)]
+        free = every[seconds_of(every).argmin()]
+        for share in (0.2, 0.5, 0.8):
+            limit = float(every[:, BYTES].min() + share * (free[BYTES] - every[:, BYTES].min()))
+            if limit >= free[BYTES] * (1 - 1e-9):
+                continue
+            limited += 1
+            slopes = np.stack([every[:, TRAFFIC] - every[:, COMPUTE], every[:, BYTES] / limit - 1], axis=1)
+            planes = np.concatenate([np.ones((len(every), 1)), -slopes], axis=1)
+            unit = float(seconds_of(free))
+            dual = linprog(
+                [-1, 0, 0], A_ub=planes / unit, b_ub=(every[:, EXPOSED] + every[:, COMPUTE]) / unit,
+                bounds=[(None, None), (0, 1), (0, None)],
+            )  # fmt: skip
+            found = search_step(cost, limit)
+            best = float(seconds_of(every[every[:, BYTES] <= limit]).min())
+            assert found.bound <= best * (1 + 1e-9), (seed, share)
+            assert found.bound >= float(dual.x[0]) * (1 - BOUND_TOLERANCE) - 1e-6 * unit, (seed, share)
+            assert found.components[BYTES] <= limit
+    assert limited >= 20
 
 
 @pytest.mark.parametrize("start", [0, 35])

@@ -173,6 +173,30 @@ def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_
     assert own.simulated_seconds < of_sequences(limit).prediction.simulated_seconds
 
 
+class Fused(nn.Module):
+    """A gated layer whose weights are used through views, and whose first product is used in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 4096), nn.Linear(2048, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, through = torch.chunk(x @ self.up.weight.transpose(0, 1), 2, -1)
+        return x + (F.silu(gate) * through) @ self.down.weight.transpose(0, 1)
+
+
+@pytest.mark.parametrize(("recompute", "rows"), [("cheap", 512), ("cheap", 16_384), ("full", 512)])
+def test_prices_count_the_views_that_a_program_keeps(recompute: How, rows: int) -> None:
+    """Views of a product are not recomputed with the cheap operators, and views of a gathered parameter are kept as
+    long as this: so the bytes of prices are nearly those of the program, with few rows (weights) and many (values)."""
+    with torch.device("meta"):
+        module = Stack(*(Fused() for _ in range(4))).to(torch.bfloat16)
+        x = torch.empty(rows, 512, dtype=torch.bfloat16)
+    settings = {"zero": 2, "recompute": recompute, "mesh": sw.Mesh(dp=8), "search": "dynamic_programming"}
+    found = sw.plan(module, (x,), "h100-1x8", **settings).prediction
+    assert 0.7 * found.peak_bytes < found.num_bytes <= found.peak_bytes
+
+
 def policy_result(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory.PolicyResult:
     """A policy whose plan that fits has this price, twice that of its cheapest."""
     found = fit_memory.PolicyResult(

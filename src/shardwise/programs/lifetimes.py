@@ -203,7 +203,7 @@ class _Repeater:
 
 def dropped_values(program: RankProgram) -> frozenset[str]:
     """Return the names that forward makes and does not keep for backward: results of the operators and conversions to
-    repeat, unless they are views of other memory."""
+    repeat, unless they are views of other memory, and all views of these, which would hold it."""
     lifetimes, forward = program.spmd.lifetimes, program.forward
     changed = {buffer for buffer, _ in program.mutations}
     steady = {
@@ -212,8 +212,10 @@ def dropped_values(program: RankProgram) -> frozenset[str]:
         if isinstance(instruction, Compute) and not is_repeatable(instruction, changed)
     }
     candidates: set[str] = set()
+    views: set[str] = set()
     for instruction in forward:
         if isinstance(instruction, Compute):
+            views.update(instruction.results if instruction.is_view else ())
             op, part = instruction.origin.op, instruction.origin.part
             once = part == "cast" or isinstance(instruction.target, ReadCounts)  # the host would wait again
             drops = op in lifetimes.operators and op not in steady and not once
@@ -225,7 +227,7 @@ def dropped_values(program: RankProgram) -> frozenset[str]:
             candidates.update(instruction.results)
     root = memories(forward, program.spmd.graph.source_of)
     stay = {root[name] for name in program.ends}
-    return frozenset(name for name in candidates if root[name] in candidates and root[name] not in stay)
+    return frozenset(name for name in candidates | views if root[name] in candidates and root[name] not in stay)
 
 
 def _written_together(forward: Sequence[Instruction]) -> dict[int, tuple[int, ...]]:

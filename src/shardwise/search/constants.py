@@ -35,8 +35,9 @@ CONDITIONING_ROUNDS = 3
 BYTE_TIE_BREAK = 1e-23
 # Weight of what is hidden (traffic behind compute, or the reverse): it moves no bound beyond EXACT_GAP.
 HIDDEN_WEIGHT = 1e-9
-# Solves of one search for its multipliers.
-MAX_SOLVES = 24
+# Solves of one search for its multipliers, and the highest price of all bytes of the limit, in steps.
+MAX_SOLVES = 40
+MAX_BYTE_PRICE = 1e6
 # The bound over multipliers is settled when it can rise by no more than this share.
 BOUND_TOLERANCE = 5e-4
 # Variables that are fixed one at a time to come closer to the bound, only where a solve is cheap.

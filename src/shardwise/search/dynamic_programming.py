@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import permutations
 from math import inf
 
 import numpy as np
@@ -25,6 +26,7 @@ from shardwise.search.constants import (
     HIDDEN_WEIGHT,
     MAX_BRANCHES,
     MAX_BRANCHING_COMBINATIONS,
+    MAX_BYTE_PRICE,
     MAX_SOLVES,
 )
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
@@ -70,10 +72,7 @@ def search(cost: CostGraph, memory_bytes: float | None = None, cutoff: float = i
     run = _ExactSearch(cost, memory_bytes, cutoff)
     if memory_bytes == 0:  # the least memory is asked for: nothing fits
         run.least_memory()
-    bound = run.overlapped(BYTE_TIE_BREAK)
-    if memory_bytes is not None and not run.fits(run.best_of_last):
-        run.least_memory()
-        bound = max(bound, run.within_memory() if bound <= cutoff else 0.0)
+    bound = run.bounded()
     if bound <= cutoff and not has_stopped():
         run.improve(bound)
     best = run.best
@@ -93,7 +92,7 @@ def least_step(cost: CostGraph, cutoff: float = inf) -> float:
     """Return a bound of the step of all assignments, whatever their memory: that of ``search``, without looking for
     better assignments. ``cutoff``: a bound above it need not be tight."""
     run = _ExactSearch(cost, None, cutoff)
-    bound = run.overlapped(BYTE_TIE_BREAK)
+    bound = run.bounded()
     assert run.best is not None, "without a limit every assignment fits"
     return max(0.0, min(bound, run.best.seconds))
 
@@ -113,14 +112,16 @@ class _VisitedAssignments:
 
 class _ExactSearch:
     """One search: the assignments seen so far, and the best that fits. ``slack``: how much lower than the last solve's
-    value its proven bound is; 0 where it is exact."""
+    value its proven bound is; 0 where it is exact; ``weights``: those of the best bound; ``around``: the assignments
+    that are the least sums there, those with the least traffic first."""
 
     def __init__(self, cost: CostGraph, memory_bytes: float | None, cutoff: float) -> None:
         self.cost, self.memory_bytes, self.cutoff = cost, memory_bytes, cutoff
         self.seen: dict[tuple[int, ...], _VisitedAssignments] = {}
         self.best: _VisitedAssignments | None = None
         self.solves = self.largest_joint = 0
-        self.slack, self.multiplier = 0.0, 0.5
+        self.slack, self.weights = 0.0, _weights(0.0, 0.0)
+        self.around: list[_VisitedAssignments] = []
 
     def fits(self, item: _VisitedAssignments) -> bool:
         return self.memory_bytes is None or item.components[BYTES] <= self.memory_bytes
@@ -144,103 +145,75 @@ class _ExactSearch:
         self.slack = solution.value - solution.lower
         return self.add(solution.assignment)
 
-    def overlapped(self, per_byte: float) -> float:
+    def bounded(self) -> float:
+        """Return a bound of the step of all assignments that fit: the highest over both multipliers (Kelley's cutting
+        planes). Raises DoesNotFit.
 
-        def weights(multiplier: float) -> CostWeights:
-            return CostWeights(1.0, 1.0 - multiplier, multiplier, per_byte)
-
-        # If all traffic hides behind compute, or all compute behind traffic, one solve settles it.
-        # Hidden seconds get a small weight, so that there are no more of them than necessary.
-        low = self.solved(weights(HIDDEN_WEIGHT))
-        self.best_of_last, self.bracket = low, (low, low)
-        bound = self._without_ties(low.at(weights(HIDDEN_WEIGHT)) - self.slack, low, per_byte)
-        if low.components[TRAFFIC] <= low.components[COMPUTE] or self._is_beaten(bound, per_byte):
-            return bound
-        high = self.solved(weights(1.0 - HIDDEN_WEIGHT))
-        self.bracket = (low, high)
-        bound = max(bound, self._without_ties(high.at(weights(1.0 - HIDDEN_WEIGHT)) - self.slack, high, per_byte))
-        if high.components[COMPUTE] <= high.components[TRAFFIC]:
-            self.best_of_last = high
-            return bound
+        Under some multipliers the sum of an assignment is linear in them. So the least sum is at most the least of
+        these planes over the assignments seen. Its highest point is where the next solve is, until the solve reaches
+        it. Where all traffic hides behind compute, or all compute behind traffic, the first or second settles it.
+        """
+        bound, weights = 0.0, _weights(0.0, 0.0)
         for _ in range(MAX_SOLVES):
-            slopes = [item.components[TRAFFIC] - item.components[COMPUTE] for item in (low, high)]
-            starts = [item.at(weights(0.0)) for item in (low, high)]
-            multiplier = float((starts[0] - starts[1]) / (slopes[1] - slopes[0]))
-            self.multiplier, meet = multiplier, low.at(weights(multiplier))
-            middle = self.solved(weights(multiplier))
-            value = middle.at(weights(multiplier))
-            bound = max(bound, value - self.slack)
-            if value >= meet * (1 - BOUND_TOLERANCE) or self._is_beaten(bound, per_byte):
+            item = self.solved(weights)
+            # Bytes without a price only break ties, so their weight is no part of the bound.
+            free = self.memory_bytes is None or weights.bytes <= BYTE_TIE_BREAK
+            num_bytes = float(item.components[BYTES]) if free else self.memory_bytes
+            value = item.at(weights) - self.slack - weights.bytes * (num_bytes or 0.0)
+            if value > bound or not self.around:
+                bound, self.weights = max(bound, value), weights
+            if self.best is None:
+                self.least_memory()
+            if bound > self.cutoff * (1 + EXACT_GAP):
                 break
-            if middle.components[TRAFFIC] > middle.components[COMPUTE]:
-                low = middle
-            else:
-                high = middle
-        self.bracket = (low, high)
-        self.best_of_last = min((low, high), key=lambda item: item.seconds + per_byte * item.components[BYTES])
-        return (
-            bound
-            if per_byte > BYTE_TIE_BREAK
-            else bound - BYTE_TIE_BREAK * max(low.components[BYTES], high.components[BYTES])
+            highest, weights, self.around = self._highest()
+            if bound >= highest * (1 - BOUND_TOLERANCE):
+                break
+        return bound
+
+    def _highest(self) -> tuple[float, CostWeights, list[_VisitedAssignments]]:
+        """Return the highest point of the least of all planes, its weights, and the assignments whose planes meet."""
+        from scipy.optimize import linprog  # takes a quarter of a second
+
+        items, limit = list(self.seen.values()), self.memory_bytes
+        components = np.array([item.components for item in items])
+        unit = float(components[:, [EXPOSED, COMPUTE, TRAFFIC]].max()) or 1.0
+        starts = (components[:, EXPOSED] + components[:, COMPUTE]) / unit
+        over = np.zeros(len(items)) if limit is None else components[:, BYTES] / limit - 1
+        slopes = np.stack([(components[:, TRAFFIC] - components[:, COMPUTE]) / unit, over], axis=1)
+        found = linprog(
+            [-1, 0, 0],
+            A_ub=np.concatenate([np.ones((len(items), 1)), -slopes], axis=1),
+            b_ub=starts,
+            bounds=[(None, None), (0, 1), (0, MAX_BYTE_PRICE)],
         )
-
-    def _is_beaten(self, bound: float, per_byte: float) -> bool:
-        """Return whether a better step is known elsewhere, by more than the weight of the bytes that breaks ties (bytes
-        that have a price are in the bound, too)."""
-        return per_byte == BYTE_TIE_BREAK and bound > self.cutoff * (1 + EXACT_GAP)
-
-    @staticmethod
-    def _without_ties(value: float, item: _VisitedAssignments, per_byte: float) -> float:
-        """Return a bound without the weight of the bytes that breaks ties."""
-        return value if per_byte > BYTE_TIE_BREAK else value - float(item.components[BYTES]) * BYTE_TIE_BREAK
+        at = np.zeros(2) if found.x is None else found.x[1:]
+        heights = starts + slopes @ at
+        meeting = [items[i] for i in np.argsort(heights, kind="stable")[:3] if heights[i] <= heights.min() + 1e-6]
+        meeting.sort(key=lambda item: float(item.components[TRAFFIC] - item.components[COMPUTE]))
+        per_byte = 0.0 if limit is None else float(at[1]) * unit / limit
+        return float(heights.min()) * unit, _weights(float(at[0]), per_byte), meeting
 
     def least_memory(self) -> None:
-        """Solve for the least memory. Raises DoesNotFit."""
+        """Solve for the least memory, and then for the fastest of those. Raises DoesNotFit."""
         small = self.solved(CostWeights(0.0, 0.0, 0.0, 1.0))
         if not self.fits(small):
             raise DoesNotFit(list(small.assignment), float(small.components[BYTES]))
-
-    def within_memory(self) -> float:
-        """Search under the limit, which something fits, and return a bound."""
-        assert self.memory_bytes is not None, "no limit"
-        large = self.best_of_last
-        # The fastest of those with the least memory: seconds weigh less than the least difference of bytes.
-        small = self.solved(CostWeights(1e-3, 1e-3, 1e-3, 1.0))
-        bound = 0.0
-        for _ in range(MAX_SOLVES):
-            saved = float(large.components[BYTES] - small.components[BYTES])
-            if saved <= 0:
-                break
-            per_byte = max((small.seconds - large.seconds) / saved, BYTE_TIE_BREAK)
-            meet = large.seconds + per_byte * float(large.components[BYTES])
-            value = self.overlapped(per_byte)
-            bound = max(bound, value - per_byte * self.memory_bytes)
-            middle = self.best_of_last
-            reached = middle.seconds + per_byte * float(middle.components[BYTES])
-            if reached >= meet * (1 - 1e-9) or middle in (large, small):
-                self.mix(*self.bracket)
-                break
-            if self.fits(middle):
-                small = middle
-            else:
-                large = middle
-            self.mix(*self.bracket)
-        self.mix(large, small)
-        self.mix(small, large)
-        return bound
+        self.solved(CostWeights(1e-3, 1e-3, 1e-3, 1.0))  # seconds weigh less than the least difference of bytes
 
     def improve(self, bound: float) -> None:
         """Close the gap by mixtures of the two assignments around the bound, then with the variables that decide most
         traffic held as either has them, then by changing single variables."""
         if self.best is None or self.best.seconds <= bound * (1 + EXACT_GAP):
             return
-        low, high = self.bracket
-        self.mix(low, high)
-        self.mix(high, low)
-        if self.best.seconds > bound * (1 + BOUND_TOLERANCE) and self.largest_joint <= MAX_BRANCHING_COMBINATIONS:
+        for first, second in permutations(self.around, 2):
+            self.mix(first, second)
+        low, high = self.around[0], self.around[-1]
+        is_cheap = self.largest_joint <= MAX_BRANCHING_COMBINATIONS and self.weights.bytes <= BYTE_TIE_BREAK
+        if self.best.seconds > bound * (1 + BOUND_TOLERANCE) and is_cheap:
             deciding = self.deciding(low, high)
-            for multiplier in (HIDDEN_WEIGHT, self.multiplier, 1.0 - HIDDEN_WEIGHT):
-                weights = CostWeights(1.0, 1.0 - multiplier, multiplier, BYTE_TIE_BREAK)
+            for multiplier in (0.0, self.weights.traffic, 1.0):
+                weights = _weights(multiplier, self.weights.bytes)
                 problem, known = self.cost.weighted(weights), self.cost.solutions.get(weights)
                 known = None if known is None or known.bound is not None else known
                 for variable in deciding:
@@ -338,6 +311,13 @@ class _ExactSearch:
                 if table is not None:
                     components[:, i] += table[index]
         return components
+
+
+def _weights(multiplier: float, per_byte: float) -> CostWeights:
+    """Return the weights of a sum. Hidden seconds get a small one, so that there are no more of them than necessary,
+    and so do bytes, to break ties."""
+    multiplier = min(max(multiplier, HIDDEN_WEIGHT), 1.0 - HIDDEN_WEIGHT)
+    return CostWeights(1.0, 1.0 - multiplier, multiplier, max(per_byte, BYTE_TIE_BREAK))
 
 
 def _order(item: _VisitedAssignments) -> tuple[float, float]:

@@ -57,7 +57,8 @@ def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> Sta
     Raises:
         PlanError: Every plan is estimated to be slower than ``settings.known``.
     """
-    remaining = memory_policies(planner, reshard_mode)
+    fitting: list[PolicyResult] = []
+    remaining = memory_policies(planner, reshard_mode, fitting)
     weakest = next(remaining)
     policies = [weakest]
     bound = weakest.planner.bound_without_limit()
@@ -69,7 +70,6 @@ def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> Sta
             if policy.memory_policy.recompute is None and policy.memory_policy.reshard_mode == "once"
         )
         bound = min([bound, *(policy.planner.bound_without_limit() for policy in once)])
-    fitting: list[PolicyResult] = []
     refused: list[PolicyResult] = []
     cutoff = planner.settings.known / _times(planner.settings)
     try:
@@ -192,10 +192,11 @@ def _slower(seconds: float, settings: SearchConfig) -> PlanError:
 class PolicyResult:
     """A memory policy and the results of its searches, each computed on first use. ``planner``: the planner with the
     policy in ``settings.memory_policy``; ``weaker``: the policy that gathers parameters as often and repeats nothing
-    else, which takes no more seconds."""
+    else, which takes no more seconds; ``fitting``: the policies that fit so far, which the ``ranking`` has to beat."""
 
     planner: Planner
     weaker: PolicyResult | None = None
+    fitting: Sequence[PolicyResult] = ()
 
     @property
     def memory_policy(self) -> MemoryPolicy:
@@ -260,10 +261,13 @@ class PolicyResult:
 
     @cached_property
     def ranking(self) -> CandidateRanking:
-        return self.planner.ranking_of(*self.searches)
+        known = min((_seconds(policy.ranking) for policy in self.fitting), default=inf)
+        return self.planner.ranking_of(*self.searches, known)
 
 
-def memory_policies(planner: Planner, reshard_mode: ReshardMode | None) -> Iterator[PolicyResult]:
+def memory_policies(
+    planner: Planner, reshard_mode: ReshardMode | None, fitting: Sequence[PolicyResult] = ()
+) -> Iterator[PolicyResult]:
     has_blocks, requested = bool(blocks_of(planner.graph)), planner.settings.memory_policy
     weakest: dict[ReshardMode, PolicyResult] = {}  # when parameters are gathered -> the policy that repeats nothing
     decided = requested.offload != "auto" or not planner.cluster.device.host_bandwidth
@@ -277,7 +281,7 @@ def memory_policies(planner: Planner, reshard_mode: ReshardMode | None) -> Itera
             continue
         moved = policy.offload if requested.offload == "auto" else requested.offload
         own = planner.under(MemoryPolicy.of(planner.graph, requested.segments, how, mode, moved))
-        result = PolicyResult(own, weakest.get(mode))
+        result = PolicyResult(own, weakest.get(mode), fitting)
         if how is None:
             weakest[mode] = result
         yield result

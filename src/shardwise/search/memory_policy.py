@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from shardwise.costs.flops import FLOPS
+from shardwise.costs.kernels import is_view
 from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Graph, Op, refs
 from shardwise.graph.segments import How, Segment, block_of
@@ -156,12 +157,14 @@ class MemoryPolicy:
         return replace(empty, segments=(*segments, *(block for block in blocks if block.operators)))
 
     def priced(self, graph: Graph, in_flight: int = 1) -> PricedPolicy:
-        """Return the recomputation that the search prices: all inner values of full segments, all but products of cheap
-        ones. The program decides what is actually recomputed."""
+        """Return the recomputation that the search prices: all inner values of full segments, all but products and
+        their views of cheap ones. The program decides what is actually recomputed."""
         operators: set[str] = set()
         local: set[str] = set()
         resent: set[str] = set()
-        products = {op.name for op in graph.ops if op.target in FLOPS}
+        products = _with_views(graph, [op.name for op in graph.ops if op.target in FLOPS], ())
+        parameters = [source.value for source in graph.sources if source.kind == "parameter"]
+        of_parameters = _with_views(graph, (), parameters)  # views of parameters live as long as these
         waiting = {name for block in blocks_of(graph) for name in block.operators} if self.offloads else set[str]()
         for segment in self.segments:
             if segment.how == "offload":
@@ -177,6 +180,8 @@ class MemoryPolicy:
                     local |= set() if "messages" in work else light
                 if "messages" in work:
                     resent |= segment.operators
+        operators = operators | of_parameters if self.reshard_mode == "again" else operators - of_parameters
+        local -= of_parameters
 
         def results(names: set[str]) -> frozenset[str]:
             return frozenset(name for op in graph.ops if op.name in names for name in op.results)
@@ -282,6 +287,16 @@ def with_memory_policy(kept: RankProgram, graph: Graph, memory_policy: MemoryPol
     offloaded = listed(offloaded_operators(program)) & waiting
     lifetimes = Lifetimes(listed(recomputed) & operators, repeats, offloaded, prefetch=depth)
     return replace(program, spmd=replace(spmd, lifetimes=lifetimes))
+
+
+def _with_views(graph: Graph, operators: Iterable[str], values: Iterable[str]) -> set[str]:
+    """Return operators, and those whose results are views of theirs or of ``values``."""
+    found, memory = set(operators), set(values)
+    for op in graph.ops:
+        if op.name in found or (is_view(op.target) and memory.intersection(op.operands)):
+            found.add(op.name)
+            memory.update(op.results)
+    return found
 
 
 def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:

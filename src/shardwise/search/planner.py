@@ -174,11 +174,12 @@ class Planner:
         return planned
 
     def ranking_of(
-        self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]]
+        self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]], known: float = inf
     ) -> CandidateRanking:
-        """Return the best candidate of ``searches``; without any, the plan of the fewest additive bytes."""
+        """Return the best candidate of ``searches``; without any, the plan of the fewest additive bytes. ``known``: as
+        of ``fastest``."""
         if searches:
-            return replace(self.fastest(searches), searches=tuple(searches))
+            return replace(self.fastest(searches, known), searches=tuple(searches))
         num_bytes, cost = min(refused, key=lambda pair: pair[0])
         least = run_search(cost, self.settings.search, num_bytes)
         return self.within_moments(least, self.rank([least]))
@@ -238,22 +239,24 @@ class Planner:
 
     # -- ranking -------------------------------------------------------------------------------------------------------
 
-    def fastest(self, searches: Sequence[MeshSearch]) -> CandidateRanking:
+    def fastest(self, searches: Sequence[MeshSearch], known: float = inf) -> CandidateRanking:
         """Return the fastest candidate of the meshes that are nearly as cheap as the cheapest. If none of them fits,
         the meshes are tried in the order of their price, each under lower limits. A search that stopped continues when
-        its turn comes."""
+        its turn comes. ``known``: seconds of a step that fits. Slower candidates that do not fit are not tried under
+        lower limits, where they cost no less."""
         left = sorted(searches, key=_least_seconds)
         most = CANDIDATE_PRICE_RATIO * left[0].outcome.seconds
         near = [search for search in left if not search.outcome.stopped and search.outcome.seconds <= most]
         pooled = self.rank(near)
         lowest, cheapest = pooled, pooled.cheapest
-        while left and lowest.excess:
+        while left and lowest.excess and _least_seconds(left[0]) < known:
             search = left.pop(0)
             if search.outcome.stopped:
                 left = sorted([run_search(search.cost, self.settings.search, self.limit), *left], key=_least_seconds)
                 continue
             start = pooled if near == [search] else self.rank([search])
-            lowest = min(lowest, self.fitted(search, start), key=lambda ranking: ranking.excess)
+            if _seconds(start.cheapest) < known:
+                lowest = min(lowest, self.fitted(search, start), key=lambda ranking: ranking.excess)
         return replace(lowest, cheapest=cheapest)
 
     def fitted(self, search: MeshSearch, start: CandidateRanking) -> CandidateRanking:
