@@ -48,7 +48,7 @@ from shardwise.search.cost_graph import (
     SharedVariable,
     StorageVariable,
 )
-from shardwise.search.dynamic_programming import DoesNotFit, SearchOutcome, step_seconds
+from shardwise.search.dynamic_programming import LEAST_BYTES, SearchOutcome, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step
 from shardwise.search.elimination import fix_variables
 from shardwise.search.recursive_programming import recursive_search
@@ -249,13 +249,12 @@ def searches_within(search: MeshSearch, limit: float) -> list[MeshSearch]:
     moments = {number: table() for number, table in cost.transients.items()}
     for cap in _caps(cost, moments, search.outcome.assignment):
         capped = _within(cost, moments, cap)
-        least = minimise(capped.weighted(CostWeights(0.0, 0.0, 0.0, 1.0)))
+        least = minimise(capped.weighted(LEAST_BYTES))
         if not np.isfinite(least.value):
             break  # lower caps forbid as much
-        try:
-            outcome = solve_step(capped, max(limit - cap, 0.0))
-        except DoesNotFit as error:
-            outcome = solve_step(capped, error.num_bytes)
+        outcome = SearchOutcome(least.assignment, cost.components(least.assignment), search.outcome.bound, 1)
+        if outcome.components[BYTES] <= limit - cap:
+            outcome = solve_step(capped, limit - cap)
         peak = float(outcome.components[BYTES]) + _most(cost, moments, outcome.assignment)
         ordered.append(((peak > limit, peak if peak > limit else outcome.seconds), MeshSearch(cost, outcome)))
     return [capped_search for _, capped_search in sorted(ordered, key=lambda pair: pair[0])]

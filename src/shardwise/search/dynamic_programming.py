@@ -33,6 +33,9 @@ from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGr
 from shardwise.search.elimination import Scope, fix_variables
 from shardwise.search.solving import minimise
 
+# The fastest of the least memory: seconds weigh less than the least difference of bytes.
+LEAST_BYTES = CostWeights(1e-3, 1e-3, 1e-3, 1.0)
+
 
 def step_seconds(components: Floats) -> float:
     """Return the seconds of a step from its components."""
@@ -195,11 +198,10 @@ class _ExactSearch:
         return float(heights.min()) * unit, _weights(float(at[0]), per_byte), meeting
 
     def least_memory(self) -> None:
-        """Solve for the least memory, and then for the fastest of those. Raises DoesNotFit."""
-        small = self.solved(CostWeights(0.0, 0.0, 0.0, 1.0))
+        """Solve for the fastest of the least memory. Raises DoesNotFit."""
+        small = self.solved(LEAST_BYTES)
         if not self.fits(small):
             raise DoesNotFit(list(small.assignment), float(small.components[BYTES]))
-        self.solved(CostWeights(1e-3, 1e-3, 1e-3, 1.0))  # seconds weigh less than the least difference of bytes
 
     def improve(self, bound: float) -> None:
         """Close the gap by mixtures of the two assignments around the bound, then with the variables that decide most
