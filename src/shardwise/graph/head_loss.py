@@ -12,20 +12,19 @@ log-sum-exps of parts combine as those of blocks do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 
 from shardwise.graph.custom_operators import global_indices
 from shardwise.graph.labels import checked_labels
+from shardwise.graph.operator_library import composite
 from shardwise.graph.precision import wide
 
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
 BLOCK = 8192  # classes
 OUTSIDE: Final = torch.iinfo(torch.int64).max  # the label of a row whose label is no class
 
@@ -132,19 +131,8 @@ def head_loss(
     return torch.where(valid, losses, 0)
 
 
-def _define(schema: str, function: Callable[..., Any]) -> OpOverload:
-    _LIBRARY.define(schema)
-    name = schema.partition("(")[0]
-    _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
-    operator: OpOverload = getattr(torch.ops.shardwise, name).default
-    return operator
-
-
-HEAD_TERMS: Final = _define(
-    "head_terms(Tensor weight, Tensor x, Tensor label, bool sums, int[] sizes, int[] offsets, int[] lengths)"
-    " -> (Tensor, Tensor, Tensor)",
-    _head_terms,
-)
-HEAD_LOSS: Final = _define(
-    "head_loss(Tensor weight, Tensor x, Tensor target, int ignore_index, float label_smoothing) -> Tensor", head_loss
+HEAD_TERMS: Final = composite(_head_terms)
+HEAD_LOSS: Final = composite(
+    head_loss,
+    schema="head_loss(Tensor weight, Tensor x, Tensor target, int ignore_index, float label_smoothing) -> Tensor",
 )

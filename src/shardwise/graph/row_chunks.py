@@ -10,19 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
-_LIBRARY.define("split_rows(Tensor x, int dim, int blocks, int chunks) -> Tensor[]")
-_LIBRARY.define("join_rows(Tensor[] chunks, int dim, int blocks) -> Tensor")
+from shardwise.graph.operator_library import composite
 
 
-@torch.library.impl(_LIBRARY, "split_rows", "CompositeImplicitAutograd")
 def _split_rows(x: torch.Tensor, dim: int, blocks: int, chunks: int) -> list[torch.Tensor]:
     rows = x.shape[dim] // max(blocks * chunks, 1)
     parts = x.unflatten(dim, (blocks, chunks, rows)).unbind(dim + 1)
     return [part.flatten(dim, dim + 1).contiguous() for part in parts]
 
 
-@torch.library.impl(_LIBRARY, "join_rows", "CompositeImplicitAutograd")
 def _join_rows(chunks: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
     if blocks == 1:
         return torch.cat(list(chunks), dim)
@@ -30,4 +26,4 @@ def _join_rows(chunks: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.T
     return torch.stack([chunk.unflatten(dim, (blocks, rows)) for chunk in chunks], dim + 1).flatten(dim, dim + 2)
 
 
-SPLIT_ROWS, JOIN_ROWS = torch.ops.shardwise.split_rows.default, torch.ops.shardwise.join_rows.default
+SPLIT_ROWS, JOIN_ROWS = composite(_split_rows), composite(_join_rows)
