@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import problem
+from shardwise.graph.operator_library import kernel
 
 
 def check_labels(labels: Tensor, classes: int) -> None:
@@ -15,13 +16,8 @@ def check_labels(labels: Tensor, classes: int) -> None:
         raise IndexError(problem(what, fix=f"labels from 0 to {classes - 1}, or ignore_index"))
 
 
-@torch.library.custom_op("shardwise::checked_labels", mutates_args=(), schema="(Tensor labels, int classes) -> Tensor")
+@kernel(lambda labels, classes: torch.empty_like(labels))
 def checked_labels(labels: Tensor, classes: int) -> Tensor:
     """Return a copy of the labels after raising for one out of range."""
     check_labels(labels, classes)
     return labels.clone()
-
-
-@checked_labels.register_fake
-def _(labels: Tensor, classes: int) -> Tensor:
-    return torch.empty_like(labels)

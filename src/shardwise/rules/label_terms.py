@@ -15,18 +15,14 @@ from torch import Tensor
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.labels import check_labels, checked_labels
+from shardwise.graph.operator_library import kernel
 from shardwise.rules.arguments import with_pieces
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.local_kernels import local_index
 from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule
 
 
-@torch.library.custom_op(
-    "shardwise::label_terms",
-    mutates_args=(),
-    schema="(Tensor scores, Tensor maximum, Tensor index, int dim, int[] sizes, int[] offsets, int[] lengths)"
-    " -> (Tensor, Tensor)",
-)
+@kernel(lambda scores, maximum, index, *rest: (scores.new_empty(index.shape), scores.new_empty(index.shape)))
 def label_terms(
     scores: Tensor, maximum: Tensor, index: Tensor, dim: int, *atoms: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -43,11 +39,6 @@ def label_terms(
     local, mine = local_index(index, *atoms)
     picked = scores.gather(dim, local.unsqueeze(dim)) - maximum
     return total, torch.where(mine, picked.squeeze(dim), 0)
-
-
-@label_terms.register_fake
-def _(scores: Tensor, maximum: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return scores.new_empty(index.shape), scores.new_empty(index.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
