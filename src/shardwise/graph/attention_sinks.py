@@ -32,10 +32,10 @@ from shardwise.graph.flash import (
     row_ranges,
     runs_of,
 )
-from shardwise.graph.intervals import Intervals
 from shardwise.graph.ir import Arg, Graph, Op
 from shardwise.graph.operator_library import composite
 from shardwise.graph.positions import evaluate_known_values
+from shardwise.graph.predicates import Intervals
 from shardwise.graph.schema import arguments
 
 aten = torch.ops.aten

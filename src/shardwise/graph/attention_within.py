@@ -16,8 +16,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.graph.intervals import Intervals
 from shardwise.graph.operator_library import composite
+from shardwise.graph.predicates import Intervals
 
 aten = torch.ops.aten
 

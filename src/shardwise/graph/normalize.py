@@ -21,8 +21,12 @@ from shardwise.graph.einsum import diagonals
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
 from shardwise.graph.gathered_experts import by_expert, of_expert
 from shardwise.graph.ir import Arg, Graph, Op, Ref
-from shardwise.graph.normalize_layers import LAYER_NORMALIZATIONS, batch_norm_with_statistics, foreign_normalizations
-from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
+from shardwise.graph.normalize_layers import (
+    LAYER_NORMALIZATIONS,
+    LOSS_NORMALIZATIONS,
+    batch_norm_with_statistics,
+    foreign_normalizations,
+)
 from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, drop
 from shardwise.graph.schema import arguments, by_operator, draws_nothing, is_random, operator_name
 

@@ -28,7 +28,7 @@ import torch
 
 from shardwise.errors import CaptureError
 from shardwise.graph.ir import Arg, Op, Ref, map_operands
-from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS, MEAN, NONE, SUM
+from shardwise.graph.normalize_layers import LOSS_NORMALIZATIONS, MEAN, NONE, SUM
 from shardwise.graph.rejected import REJECTED
 from shardwise.graph.schema import arguments, has_symbols, is_random, operator_name, tensor_results
 from shardwise.graph.selected_rows import Rows, SelectedRows

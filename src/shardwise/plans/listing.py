@@ -13,8 +13,8 @@ from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
-from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.text import format_dtype, format_layout, format_move
+from shardwise.layouts.transfer import Renaming
 from shardwise.plans.entries import (
     CollectiveEntry,
     ConversionEntry,

@@ -36,7 +36,6 @@ from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, In
 from shardwise.programs.keyed_rows import CountRows, ReadCounts
 from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.moves import converted_form
-from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.overlap_messages import with_chunks_beside_products, with_rows_beside_products
 from shardwise.programs.program import LocalOp, LocalProgram, busiest_rank, localize
 from shardwise.programs.rank_program import RankProgram, delivered_values, mark_overwrites, with_saved
@@ -45,7 +44,9 @@ from shardwise.programs.spmd_steps import Conversion, OpStep, collectives_of
 from shardwise.programs.vjp import (
     BackwardTrace,
     Call,
+    Differentiate,
     ForwardTrace,
+    Record,
     VjpCache,
     counting_rows,
     needed_kernels,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.graph.head_loss import check_labels, checked_labels
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.labels import check_labels, checked_labels
 from shardwise.graph.operator_library import kernel
 from shardwise.rules.arguments import with_pieces
 from shardwise.rules.binding import RuleTable, build, dim_names, single
