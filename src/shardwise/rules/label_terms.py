@@ -16,10 +16,10 @@ from torch import Tensor
 from shardwise.graph.head_loss import check_labels, checked_labels
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.operator_library import kernel
-from shardwise.rules.arguments import with_pieces
+from shardwise.rules.arguments import at_pieces
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.local_kernels import local_index
-from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule
+from shardwise.rules.rule import OpRule
 
 
 @kernel(lambda scores, maximum, index, *rest: (scores.new_empty(index.shape), scores.new_empty(index.shape)))
@@ -73,12 +73,8 @@ def label_terms_rule(op: Op, graph: Graph) -> OpRule:
     names = ["c" if d == dim else name for d, name in enumerate(dim_names(rank))]
     rest = single([name for name in names if name != "c"])
     maximum = tuple(() if name == "c" else (name,) for name in names)
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return with_pieces(op, context.pieces["c"])
-
     operands = [single(names), maximum, rest]
-    return build(op, graph, operands, [rest, rest], kinds={"c": "sum"}, localize=localize)
+    return build(op, graph, operands, [rest, rest], kinds={"c": "sum"}, localize=at_pieces("c"))
 
 
 LABEL_TERMS: RuleTable = {label_terms._opoverload: label_terms_rule, checked_labels._opoverload: checked_labels_rule}

@@ -13,9 +13,8 @@ from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import (
     broadcast_shape,
     dims_of,
-    flat_pieces,
-    if_split,
     normal_dim,
+    of_pieces,
     operand_positions,
     same_call,
 )
@@ -132,11 +131,6 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
         return build(op, graph, [()], [()], linear=((0,),))
     names = dim_names(len(value.shape))
     dim = normal_dim(arguments(op)["dim"], len(names))
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        rows, addends = flat_pieces(context.pieces["t"]), flat_pieces(context.pieces["s"])
-        return LocalOpCall(CUMULATED, (Ref(op.operands[0]), dim, value.dtype, *rows, *addends))
-
     return build(
         op,
         graph,
@@ -144,7 +138,7 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
         [with_dim(names, dim, "t")],
         kinds={"s": "sum"},
         linear=((0,),),
-        localize=if_split(localize, "s", "t"),
+        localize=of_pieces(CUMULATED, "ts", lambda op: (Ref(op.operands[0]), dim, value.dtype)),
     )
 
 
