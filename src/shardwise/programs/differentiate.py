@@ -30,8 +30,7 @@ from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
 from shardwise.programs.exchanges import ExchangeWriter
 from shardwise.programs.float8_gathers import operand_name, rounded_name
 from shardwise.programs.forms import Form
-from shardwise.programs.fuse_bias import with_biases
-from shardwise.programs.fused_products import with_fused_products
+from shardwise.programs.fused_products import with_biases, with_fused_products
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, Origin, with_operands
 from shardwise.programs.keyed_rows import CountRows, ReadCounts
 from shardwise.programs.lifetimes import with_lifetimes
