@@ -9,7 +9,7 @@ from shardwise.errors import PlanError
 from shardwise.graph.float8 import E4M3
 from shardwise.graph.ir import Graph, Source
 from shardwise.graph.naming import value_name
-from shardwise.graph.normalize_random import SEED
+from shardwise.graph.written_out import SEED
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
