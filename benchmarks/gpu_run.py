@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.graph.float8 import PRODUCTS
-from shardwise.graph.head_losses import FEWEST_LOGITS
+from shardwise.graph.head_loss import FEWEST_LOGITS
 from shardwise.runtime.single_rank import run_alone
 
 MARK = "@@"  # ahead of a line of a part
@@ -200,13 +200,13 @@ def head_loss(here: Here) -> Lines:
 
 @contextlib.contextmanager
 def _heads_fused_from(logits: int) -> Iterator[None]:
-    from shardwise.graph import head_losses
+    from shardwise.graph import head_loss
 
-    head_losses.FEWEST_LOGITS = logits
+    head_loss.FEWEST_LOGITS = logits
     try:
         yield
     finally:
-        head_losses.FEWEST_LOGITS = FEWEST_LOGITS
+        head_loss.FEWEST_LOGITS = FEWEST_LOGITS
 
 
 def float8(here: Here) -> Lines:

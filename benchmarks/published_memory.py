@@ -48,12 +48,12 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import MemoryEstimate, memory_of
 from shardwise.costs.prices import Prices
-from shardwise.graph import head_losses
+from shardwise.graph import head_loss
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.search.zero import Zero
 
-head_losses.FEWEST_LOGITS = sys.maxsize  # the software that was measured holds its logits whole
+head_loss.FEWEST_LOGITS = sys.maxsize  # the software that was measured holds its logits whole
 
 GIB = 2**30
 PEAKS = ("peak, attention's scores not kept", "peak, attention's scores kept")

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.graph.capture import capture
-from shardwise.graph.intervals import Intervals
 from shardwise.graph.positions import evaluate_known_values
-from shardwise.graph.predicates import Abstract, KnownTensor, PositionSum
+from shardwise.graph.predicates import Abstract, Intervals, KnownTensor, PositionSum
 
 LEAST = torch.finfo(torch.float32).min
 

@@ -19,7 +19,7 @@ from models.tiny_models import TinyModel, token_inputs
 from runtime.constant_models import batch, turning
 from shardwise.costs.memory import memory_of_program
 from shardwise.graph.capture import capture
-from shardwise.graph.normalize_random import SEED
+from shardwise.graph.written_out import SEED
 from shardwise.plans.bind import program_of
 from shardwise.plans.price_scope import prices_of
 from shardwise.programs import hoist_constants

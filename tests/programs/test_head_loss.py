@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from costs.live_bytes import LiveBytes
 from proving import prove
-from shardwise.graph import head_loss, head_losses
+from shardwise.graph import head_loss
 from shardwise.graph.capture import capture
 from shardwise.graph.head_loss import HEAD_LOSS, HEAD_TERMS
 
@@ -53,7 +53,7 @@ def batch(ignored: int = -100) -> tuple[Tensor, Tensor]:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fuse small heads, and compute them in blocks that do not divide the classes."""
-    monkeypatch.setattr(head_losses, "FEWEST_LOGITS", 1)
+    monkeypatch.setattr(head_loss, "FEWEST_LOGITS", 1)
     monkeypatch.setattr(head_loss, "BLOCK", 7)
 
 
@@ -191,7 +191,7 @@ def test_other_losses_keep_their_logits(how: str) -> None:
 
 
 def test_small_heads_keep_their_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_losses, "FEWEST_LOGITS", 8 * 6 * CLASSES + 1)
+    monkeypatch.setattr(head_loss, "FEWEST_LOGITS", 8 * 6 * CLASSES + 1)
     assert not fused(Language())
 
 
@@ -206,7 +206,7 @@ class Balanced(Language):
 
 @pytest.mark.parametrize("mesh", [sw.Mesh(dp=2), sw.Mesh(tp=2)], ids=str)
 def test_a_micro_batch_is_fused_as_its_batch(mesh: sw.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_losses, "FEWEST_LOGITS", 8 * 6 * CLASSES // 2)  # on each of two devices
+    monkeypatch.setattr(head_loss, "FEWEST_LOGITS", 8 * 6 * CLASSES // 2)  # on each of two devices
     settings: dict[str, Any] = {"mesh": mesh, "micro_batch": 2, "per_micro_batch": ["balance"]}
     plan = sw.plan(Balanced(), batch(), 2, search="sharding_propagation", **settings)
     assert plan.fused_heads == {"head"}
@@ -215,7 +215,7 @@ def test_a_micro_batch_is_fused_as_its_batch(mesh: sw.Mesh, monkeypatch: pytest.
 
 @pytest.mark.parametrize("samples", [(8, 4), (4, 8)], ids=str)
 def test_a_call_is_fused_as_its_plan(samples: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_losses, "FEWEST_LOGITS", 8 * 6 * CLASSES // 2)  # on each of two devices
+    monkeypatch.setattr(head_loss, "FEWEST_LOGITS", 8 * 6 * CLASSES // 2)  # on each of two devices
     planned, called = ([x[:count] for x in batch()] for count in samples)
     plan = sw.plan(Language(), tuple(planned), 2, search="sharding_propagation", mesh=sw.Mesh(dp=2))
     assert bool(plan.fused_heads) == (samples[0] == 8)

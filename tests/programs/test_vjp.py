@@ -151,7 +151,7 @@ class WithoutFormula(torch.autograd.Function):
 
 
 def test_what_cannot_be_traced_stays_with_autograd_inside_one_instruction() -> None:
-    from shardwise.programs.opaque import Differentiate, Record
+    from shardwise.programs.vjp import Differentiate, Record
 
     vjp_cache = VjpCache()
     call = (WithoutFormula.apply, (Ref("0"),), ())

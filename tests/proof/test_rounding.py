@@ -15,7 +15,7 @@ from museum.faults import exchange
 from proving import prove
 from shardwise.programs import lower
 from shardwise.proof import rounding, verify
-from shardwise.rules.lowerings import scans
+from shardwise.rules.lowerings import reductions
 
 DATA, TENSOR = sw.Mesh(dp=2), sw.Mesh(tp=2)
 
@@ -173,14 +173,14 @@ class Scores(nn.Module):
 
 def test_an_operator_whose_lowering_is_wrong_is_named() -> None:
     module, batch = Scores(), torch.randn(4, 6)
-    before = scans._before
+    before = reductions._before
 
     def planned() -> sw.Plan:
         for cached in (lower._capture_lowering, lower._divided, lower._lowered):
             cached.cache_clear()
         return sw.plan(module, batch, 2, mesh=TENSOR, strategies={"linear": "n@tp"})
 
-    with mock.patch.object(scans, "_before", lambda totals, dim, _: before(totals, dim, 2)):
+    with mock.patch.object(reductions, "_before", lambda totals, dim, _: before(totals, dim, 2)):
         report = sw.verify(module, batch, planned())
     assert not report.ok
     assert report.first_wrong.startswith("the result of /cumprod (test_rounding.py:")

@@ -21,7 +21,7 @@ import shardwise as sw
 from launch.gloo_ranks import RunRanks, wait_for_all_ranks
 from raising import refusal
 from shardwise.graph.custom_operators import splitmix64
-from shardwise.graph.normalize_random import SEED
+from shardwise.graph.written_out import SEED
 from shardwise.planning import execute
 from shardwise.runtime.local_shards import shard
 

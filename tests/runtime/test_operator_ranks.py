@@ -32,7 +32,7 @@ from models.expert_models import (
 from models.gradient_models import model_and_inputs
 from programs import test_head_loss
 from runtime.training import Inputs, Trained, call_and_differentiate, check_ranks, step_or_differentiate, train
-from shardwise.graph import head_loss, head_losses
+from shardwise.graph import head_loss
 
 Told = tuple[Tensor, ...]
 STEPS = 3
@@ -257,9 +257,9 @@ def train_model(name: str, model: nn.Module, masks: Sequence[Told] | None = None
 
 def train_on_rank(*names: str) -> dict[str, tuple[Trained, list[Told]]]:
     found = {}
-    usual = head_losses.FEWEST_LOGITS, head_loss.BLOCK
+    usual = head_loss.FEWEST_LOGITS, head_loss.BLOCK
     for name in names:
-        head_losses.FEWEST_LOGITS, head_loss.BLOCK = (1, 7) if name.startswith("head") else usual
+        head_loss.FEWEST_LOGITS, head_loss.BLOCK = (1, 7) if name.startswith("head") else usual
         plan = planned(name) if dist.get_rank() == 0 else None
         if plan is not None:
             check_divided(name, plan)

@@ -20,7 +20,7 @@ from raising import raises
 from shardwise.errors import PlanWarning
 from shardwise.graph.capture import capture
 from shardwise.graph.interpret import interpret
-from shardwise.graph.normalize_random import SEED
+from shardwise.graph.written_out import SEED
 from shardwise.runtime.local_shards import shard
 
 X = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -20,7 +20,7 @@ from raising import message
 from runtime.interpreted import interpret_section
 from runtime.small_gpt import batch, make_gpt, make_plan
 from runtime.training import Trained, call_and_differentiate, check_close, step_or_differentiate, train
-from shardwise.graph.normalize_random import SEED
+from shardwise.graph.written_out import SEED
 from shardwise.layouts.text import parse_layout
 from shardwise.runtime import compiled
 from shardwise.runtime.observe import Half, Observer

@@ -13,8 +13,7 @@ from search.deep_model import LAYERS, Deep
 from shardwise.costs.memory import busiest_program
 from shardwise.costs.timeline import simulate
 from shardwise.graph.capture import capture
-from shardwise.graph.folding import Folding
-from shardwise.graph.form import GraphForm
+from shardwise.graph.folding import Folding, GraphForm
 from shardwise.graph.ir import Graph
 from shardwise.programs.instructions import Copy
 from shardwise.search import block_extrapolation

@@ -84,7 +84,7 @@ def operator_seconds(
 
 def adds_bias(op: Op, operands: Sequence[Value]) -> bool:
     """Return whether the operator adds a vector along the last dim, as linear layers add their biases: inside of the
-    product (``programs.fuse_bias``), where it takes no time."""
+    product (``programs.fused_products``), where it takes no time."""
     if op.target is not aten.add.Tensor or op.kwargs or len(operands) != 2:
         return False
     vector, other = sorted(operands, key=lambda value: len(value.shape))

@@ -48,7 +48,7 @@ def saved_for_backward(op: Op, operands: Sequence[Value]) -> Saved:
     if not any(value.requires_grad for value in operands):
         return Saved()
     saved = _saved_tensors(numbered_call(op), tuple(map(Form.of_value, operands)))
-    if saved is None:  # autograd itself does its backward (``programs.opaque``), and the tape holds everything
+    if saved is None:  # autograd itself does its backward (``programs.vjp``), and the tape holds everything
         return Saved(tuple(range(len(operands))), tuple(range(len(op.results))))
     return saved
 

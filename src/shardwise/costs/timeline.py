@@ -28,12 +28,11 @@ from shardwise.layouts.conversions import Collective
 from shardwise.programs.fused_products import FusedProduct
 from shardwise.programs.grad_accum_program import GradAccumProgram
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
-from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import OpStep
 from shardwise.programs.state_groups import is_offloaded, state_groups
-from shardwise.programs.vjp import VjpCache
+from shardwise.programs.vjp import Differentiate, Record, VjpCache
 
 ONCE = "once a step"  # the part of events that a step of several passes has once
 # Products are slower by this share while a copy runs (measured on an H100: 5 %).

@@ -27,10 +27,9 @@ from torch import Tensor
 
 from shardwise.graph.attention_within import ATTENTION_WITHIN, blocks_of, is_large
 from shardwise.graph.emitter import Emitter, rewrite_graph
-from shardwise.graph.intervals import Intervals
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value
 from shardwise.graph.positions import evaluate_known_values
-from shardwise.graph.predicates import Abstract, IntervalSelect, KnownTensor, as_choice, varying_dims
+from shardwise.graph.predicates import Abstract, Intervals, IntervalSelect, KnownTensor, as_choice, varying_dims
 from shardwise.graph.schema import arguments
 
 aten = torch.ops.aten

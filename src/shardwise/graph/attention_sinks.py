@@ -32,9 +32,10 @@ from shardwise.graph.flash import (
     row_ranges,
     runs_of,
 )
-from shardwise.graph.intervals import Intervals
 from shardwise.graph.ir import Arg, Graph, Op
+from shardwise.graph.operator_library import composite
 from shardwise.graph.positions import evaluate_known_values
+from shardwise.graph.predicates import Intervals
 from shardwise.graph.schema import arguments
 
 aten = torch.ops.aten
@@ -98,13 +99,7 @@ def num_seen(band: Sequence[int], rows: int, num_keys: int) -> int:
     return rows * min(band[1] - band[0] + 1, num_keys)
 
 
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
-_LIBRARY.define(
-    "attention_with_sinks(Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor? attn_mask, int[] band, "
-    "bool enable_gqa, float scale, int[] sizes, int[] offsets, int[] lengths) -> Tensor"
-)
-_LIBRARY.impl("attention_with_sinks", _attention_with_sinks, "CompositeImplicitAutograd")
-ATTENTION_WITH_SINKS: Final = torch.ops.shardwise.attention_with_sinks.default
+ATTENTION_WITH_SINKS: Final = composite(_attention_with_sinks)
 
 # --------------------------------------------------------------------------------------------- where models compute it
 

@@ -16,20 +16,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.graph.intervals import Intervals
+from shardwise.graph.operator_library import composite
+from shardwise.graph.predicates import Intervals
 
 aten = torch.ops.aten
 
 MOST_BLOCKS = 32  # of a call: each is a kernel with a mask
 
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
-_LIBRARY.define(
-    "attention_within(Tensor query, Tensor key, Tensor value, Tensor? first, Tensor? end, Tensor? seen, "
-    "bool enable_gqa, float? scale, int[] rows, int[] firsts, int[] ends) -> Tensor"
-)
 
-
-@torch.library.impl(_LIBRARY, "attention_within", "CompositeImplicitAutograd")
 def _attention_within(
     query: Tensor,
     key: Tensor,
@@ -55,7 +49,7 @@ def _attention_within(
     return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
 
-ATTENTION_WITHIN: Final = torch.ops.shardwise.attention_within.default
+ATTENTION_WITHIN: Final = composite(_attention_within, "int[] rows, int[] firsts, int[] ends")
 
 
 def interval_mask(keys: Tensor, first: Tensor | None, end: Tensor | None, seen: Tensor | None) -> Tensor | None:

@@ -6,7 +6,7 @@
     simplify        no-op casts, copies and views dropped                                 simplify.py
     fold_masks      attention with known masks, repeated heads grouped                    attention_masks.py
     normalize       forms whose factors can all be split                                  normalize.py
-    fuse_head_losses          a head and its cross entropy without whole logits      head_losses.py
+    fuse_head_losses          a head and its cross entropy without whole logits      head_loss.py
     round_products            products of linear layers in float8                  float8.py
     eliminate_expert_sorts    rows sorted by expert, computed in their original order     expert_sort_elimination.py
     align_lookups   lookups that pair a dim's rows with their positions, element-wise in it    lookups.py
@@ -50,7 +50,7 @@ from shardwise.graph.expert_sort_elimination import eliminate_expert_sorts
 from shardwise.graph.float8 import round_products
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.graph_invariants import verify_graph
-from shardwise.graph.head_losses import fuse_head_losses, fused_heads
+from shardwise.graph.head_loss import fuse_head_losses, fused_heads
 from shardwise.graph.impure_reads import ImpureRead, ask_gradients, other_answers, reject_reads
 from shardwise.graph.ir import Graph, Source, Value
 from shardwise.graph.lookups import align_lookups
@@ -133,7 +133,7 @@ def capture(
     of ``torch.autocast``, around the call or in regions of the model, become casts in the graph. ``input_gradients``:
     examples that require a gradient get one; else the loss is differentiated with respect to parameters alone.
     ``heads``: the ``fused_heads`` of an earlier capture or of the plan; or for how many devices to decide which
-    (``graph.head_losses``).
+    (``graph.head_loss``).
 
     Raises CaptureError with the line of the model and a fix if the model cannot be captured.
     """

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from shardwise.graph.operator_library import kernel
+
 
 def _signed(unsigned: int) -> int:
     return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
@@ -116,10 +118,6 @@ def _pieces(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int
 # ``first``: number of a micro-batch's first sample; ``stride``: elements per sample.
 _IN_TIME = "Tensor? first=None, int stride=0"
 _BLOCK = f"int columns, int[] sizes, int[] offsets, int[]? lengths=None, {_IN_TIME}"
-_UNIFORM = (
-    "(Tensor seed, int call, int[] sizes, int[] offsets, int[] lengths, int[] shape, ScalarType dtype, "
-    f"{_IN_TIME}) -> Tensor"
-)
 _ODD_64 = _signed(0xC2B2AE3D27D4EB4F)
 _ODD_32 = 0x1E3779B1
 _CALL_BITS = 40  # row r of call c is number c 2^40 + r
@@ -177,11 +175,15 @@ def mask_keys(
     return keys, _permute_(_permute_(column.to(torch.int32) * _ODD_32))
 
 
-@torch.library.custom_op(
-    "shardwise::mask_keys", mutates_args=(), schema=f"(Tensor seed, int call, {_BLOCK}) -> (Tensor, Tensor)"
-)
-def _mask_keys(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return mask_keys(*args)
+def _fake_keys(seed: torch.Tensor, call: int, columns: int, sizes: Sequence[int], *rest: Any) -> Any:
+    lengths, split = rest[1], _first_column_dim(columns, sizes)
+    shapes = (prod(lengths[:split]), 2), (prod(lengths[split:]),)
+    return tuple(torch.empty(shape, dtype=torch.int32, device=seed.device) for shape in shapes)
+
+
+@kernel(_fake_keys, _BLOCK)
+def _mask_keys(seed: torch.Tensor, call: int, *block: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return mask_keys(seed, call, *block)
 
 
 def _mask_of(
@@ -214,9 +216,7 @@ def _scaled(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:
     return torch.addcmul(zero, x.reshape(keep.shape), keep, value=1.0 / (1.0 - p) if p < 1.0 else 0.0).reshape(x.shape)
 
 
-@torch.library.custom_op(
-    "shardwise::dropout", mutates_args=(), schema=f"(Tensor x, Tensor seed, float p, int call, {_BLOCK}) -> Tensor"
-)
+@kernel(lambda x, *rest: torch.empty(x.shape, dtype=x.dtype, device=x.device), _BLOCK)
 def dropout(x: torch.Tensor, seed: torch.Tensor, p: float, call: int, *block: Any) -> torch.Tensor:
     """Apply dropout whose mask depends only on the global index of an element.
 
@@ -256,7 +256,7 @@ def decomposed_dropout(x: torch.Tensor, seed: torch.Tensor, p: float, call: int,
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-@torch.library.custom_op("shardwise::uniform", mutates_args=(), schema=_UNIFORM)
+@kernel(lambda seed, *rest: torch.empty(tuple(rest[4]), dtype=rest[5], device=seed.device), _IN_TIME)
 def uniform(
     seed: torch.Tensor,
     call: int,
@@ -277,24 +277,6 @@ def uniform(
     return (bits.to(torch.float64) * 2.0 ** -_BITS[dtype]).to(dtype).reshape(tuple(shape))
 
 
-@_mask_keys.register_fake
-def _(seed: torch.Tensor, call: int, columns: int, sizes: Sequence[int], *rest: Any) -> tuple[torch.Tensor, ...]:
-    lengths, split = rest[1], _first_column_dim(columns, sizes)
-    shapes = (prod(lengths[:split]), 2), (prod(lengths[split:]),)
-    return tuple(torch.empty(shape, dtype=torch.int32, device=seed.device) for shape in shapes)
-
-
-@dropout.register_fake
-def _(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-@uniform.register_fake
-def _(seed: torch.Tensor, *rest: Any) -> torch.Tensor:
-    shape, dtype = rest[4:6]
-    return torch.empty(tuple(shape), dtype=dtype, device=seed.device)
-
-
 def _same_mask(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return the cotangent under the same mask, which is drawn again."""
     seed, *first = ctx.saved_tensors
@@ -312,18 +294,13 @@ dropout.register_autograd(_same_mask, setup_context=_keep_numbers)
 RANDOM = frozenset((dropout._opoverload, uniform._opoverload))  # operators that read the seed
 
 
-@torch.library.custom_op("shardwise::mark", mutates_args=(), schema="(Tensor x, str tag) -> Tensor")
+@kernel(lambda x, tag: torch.empty_like(x))
 def mark(x: torch.Tensor, tag: str) -> torch.Tensor:
     """Return ``x`` unchanged.
 
     The operator exists only while a model is captured; ``tag`` is the layout text of ``sw.constrain``.
     """
     return x.clone()
-
-
-@mark.register_fake
-def _(x: torch.Tensor, tag: str) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 mark.register_autograd(lambda ctx, gradient: (gradient, None))

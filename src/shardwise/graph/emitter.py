@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.graph.infer import TypeInference
-from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_operands, map_refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_operands, map_refs, only_ref
 from shardwise.graph.rejected import reject_mixed_dtypes
 from shardwise.graph.schema import operator_name
 
@@ -42,16 +43,26 @@ class Emitter:
         self.producer: dict[str, Op] = {}  # value -> the op that computes it
         self.constraints: list[tuple[str, str]] = []
         self.num_random_calls = 0
-        self.known: Mapping[str, Arg] = {}  # value of the graph that is rewritten -> what it is here
+        self.known: dict[str, Arg] = {}  # value of the graph that is rewritten -> what it is here
         self.origin = Op("/", torch.ops.aten.alias.default, (), (), ())
         self._rewrites = dict(rewrites or {})
         self._types = TypeInference()
         self._num_emitted = 0
 
+    @classmethod
+    def over(cls, graph: Graph, rewrites: Mapping[OpOverload, Rewrite] | None = None) -> Self:
+        """Return an emitter with the sources of a graph that is rewritten."""
+        emitter = cls([graph.by_name[source.value] for source in graph.sources], graph.sources, rewrites)
+        emitter.known = {source.value: Ref(source.value) for source in graph.sources}
+        return emitter
+
+    def now(self, name: str) -> Ref:
+        """Return what a value of the rewritten graph is here."""
+        return only_ref(self.known[name])
+
     def value(self, arg: Arg) -> Value:
         """Return the value that a Ref uses."""
-        assert isinstance(arg, Ref), f"expected a value, found {arg!r}"
-        return self.values[arg.name]
+        return self.values[only_ref(arg).name]
 
     def fake(self, arg: Arg) -> torch.Tensor:
         """Return a fake tensor of the type of a value, in ``fake_mode``."""
@@ -147,17 +158,23 @@ class Emitter:
         values = tuple(self.values.values())
         return Graph(values, tuple(self.sources), tuple(self.ops), outputs, loss, mutations, tuple(self.constraints))
 
-    def rewritten(self, old: Graph, known: Mapping[str, Arg]) -> Graph:
-        """Return the graph that was made of ``old``. ``known``: value of ``old`` -> what it is here."""
+    def reshaped(self, ref: Ref, shape: Sequence[int]) -> Ref:
+        """Return a value in another shape."""
+        same = self.value(ref).shape == tuple(shape)
+        return ref if same else self.emit(aten.reshape.default, ref, tuple(shape))
 
-        def renamed(name: str) -> str:
-            return self.value(known[name]).name
+    def permuted(self, ref: Ref, dims: Sequence[int]) -> Ref:
+        """Return a value with its dims in another order."""
+        same = list(dims) == list(range(len(dims)))
+        return ref if same else self.emit(aten.permute.default, ref, tuple(dims))
 
-        self.constraints[:0] = [(renamed(name), text) for name, text in old.constraints]
+    def rewritten(self, old: Graph) -> Graph:
+        """Return the graph that was made of ``old``."""
+        self.constraints[:0] = [(self.now(name).name, text) for name, text in old.constraints]
         return self.graph(
-            tuple(map_refs(output, known.__getitem__) for output in old.outputs),
-            None if old.loss is None else renamed(old.loss),
-            tuple((buffer, renamed(name)) for buffer, name in old.mutations),
+            tuple(map_refs(output, self.known.__getitem__) for output in old.outputs),
+            None if old.loss is None else self.now(old.loss).name,
+            tuple((buffer, self.now(name).name) for buffer, name in old.mutations),
         )
 
     def _fresh(self, stem: str, count: int) -> tuple[str, ...]:
@@ -172,18 +189,15 @@ class Emitter:
 
 def rewrite_graph(graph: Graph, rewrites: Mapping[OpOverload, Rewrite]) -> Graph:
     """Replace every operator in ``rewrites`` by what its function emits. All types are inferred again."""
-    source_values = [graph.by_name[source.value] for source in graph.sources]
-    emitter = Emitter(source_values, graph.sources, rewrites)
-    new_args: dict[str, Arg] = {source.value: Ref(source.value) for source in graph.sources}
-    emitter.known = new_args
+    emitter = Emitter.over(graph, rewrites)
     for op in graph.ops:
         emitter.origin = op
-        call = map_operands(op, new_args.__getitem__)
+        call = map_operands(op, emitter.known.__getitem__)
         results = emitter.apply(call, op.results)
         assert len(results) == len(op.results), f"{op.name}: {len(results)} results replace {len(op.results)}"
         for name, result in zip(op.results, results, strict=True):
             if graph.by_name[name].requires_grad and not emitter.value(result).requires_grad:
                 differentiable = (o for o in call.operands if emitter.values[o].requires_grad)
                 result = emitter.with_zero_gradient(differentiable, result)
-            new_args[name] = result
-    return emitter.rewritten(graph, new_args)
+            emitter.known[name] = result
+    return emitter.rewritten(graph)

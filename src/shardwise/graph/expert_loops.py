@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from shardwise.graph.emitter import Emitter
+from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.expert_masks import ExpertMask, expert_mask, hides_others, num_choices
 from shardwise.graph.functionalize import BETWEEN
-from shardwise.graph.gathered_experts import in_order, reshaped, unrepeated
+from shardwise.graph.gathered_experts import reshaped, unrepeated
 from shardwise.graph.grouped import grouped_mm
-from shardwise.graph.ir import Arg, Graph, Op, Ref, map_operands
+from shardwise.graph.ir import Arg, Graph, Op, Ref, map_operands, only_ref
 from shardwise.graph.schema import arguments, is_random
 from shardwise.graph.selected_rows import Accumulation, Rows
 
@@ -46,21 +46,15 @@ def merge_expert_loops(graph: Graph, rows: Mapping[str, Rows], accumulations: Se
     ``rows``, ``accumulations``: of the selected rows.
     """
     loops = {loop.chain[-1].after: loop for loop in _loops(graph, rows, accumulations)}
-    if not loops:
-        return graph
-    emitter = Emitter([graph.by_name[source.value] for source in graph.sources], graph.sources)
-    known: dict[str, Arg] = {source.value: Ref(source.value) for source in graph.sources}
-    for op in graph.ops:
-        emitter.origin = op
-        loop = loops.get(op.results[0]) if op.results else None
-        if loop is not None:
-            try:
-                known[op.results[0]] = _Merging(graph, loop, emitter, known).merged()
-                continue
-            except _Differs:
-                pass
-        known.update(zip(op.results, emitter.append(map_operands(op, known.__getitem__), op.results), strict=True))
-    return emitter.rewritten(graph, known)
+
+    def rewrite(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+        loop = loops.pop(emitter.origin.results[0], None)
+        try:
+            return None if loop is None else (_Merging(graph, loop, emitter).merged(),)
+        except _Differs:
+            return None
+
+    return rewrite_graph(graph, {graph.producer[after].target: rewrite for after in loops}) if loops else graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +67,10 @@ class _Loop:
 
 
 def _loops(graph: Graph, rows: Mapping[str, Rows], accumulations: Sequence[Accumulation]) -> list[_Loop]:
-    ranks = {value.name: len(value.shape) for value in graph.values}
-    shapes = {value.name: value.shape for value in graph.values}
     found: list[_Loop] = []
     chain: list[Accumulation] = []
     for item in accumulations:
-        mask = expert_mask(graph.producer, ranks, item.mask)
+        mask = expert_mask(graph.producer, graph.by_name, item.mask)
         if mask is None:
             continue
         if not chain or item.before != chain[-1].after or mask.expert != len(chain):
@@ -86,7 +78,7 @@ def _loops(graph: Graph, rows: Mapping[str, Rows], accumulations: Sequence[Accum
         if mask.expert != len(chain):
             continue
         chain.append(item)
-        if num_choices(graph.producer, shapes, mask.chosen) == len(chain) > 1:
+        if num_choices(graph, mask.chosen) == len(chain) > 1:
             found.append(_Loop(tuple(chain), mask, rows))
             chain = []
     return found
@@ -94,21 +86,19 @@ def _loops(graph: Graph, rows: Mapping[str, Rows], accumulations: Sequence[Accum
 
 @dataclass
 class _Merging:
-    """Emits the iterations of a loop as one. ``known``: what a value of the old graph is in the new one."""
+    """Emits the iterations of a loop as one."""
 
     graph: Graph
     loop: _Loop
     emitter: Emitter
-    known: Mapping[str, Arg]
     same: dict[Names, bool] = field(default_factory=dict)
     merged_ops: dict[Names, tuple[Arg, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.ranks = {value.name: len(value.shape) for value in self.graph.values}
         self.befores = tuple(item.before for item in self.loop.chain)
         self.of_loop = frozenset[str]().union(*(item.ops for item in self.loop.chain))
         mask, emit = self.loop.mask, self.emitter
-        chosen = in_order(emit, self._new(mask.chosen), range(len(mask.order)), mask.order)
+        chosen = emit.permuted(emit.now(mask.chosen), mask.order)
         self.keys = reshaped(emit, chosen, (emit.value(chosen).numel,))
         if emit.value(self.keys).dtype not in (torch.int32, torch.int64):
             self.keys = emit.emit(aten.to.dtype, self.keys, torch.int64)
@@ -118,20 +108,15 @@ class _Merging:
         """Return what the last iteration leaves. Raises _Differs."""
         if self.emitter.value(self.keys).numel != self.graph.by_name[self.loop.chain[-1].mask].numel:
             raise _Differs  # several rows have one choice
-        after, before = self._value(tuple(item.after for item in self.loop.chain)), self._new(self.befores[0])
+        after, before = self._value(tuple(item.after for item in self.loop.chain)), self.emitter.now(self.befores[0])
         if self.emitter.value(before).requires_grad and not self.emitter.is_reached(before, after):
             return self.emitter.with_zero_gradient((before.name,), after)  # every row was overwritten
         return after
 
-    def _new(self, name: str) -> Ref:
-        new = self.known[name]
-        assert isinstance(new, Ref), f"{name} is a value"
-        return new
-
     def _value(self, names: Names) -> Ref:
         """Return a value of the iterations: for each row, that of its expert."""
         if names == self.befores or self._is_same(names):
-            return self._new(names[0])
+            return self.emitter.now(names[0])
         producers = [self.graph.producer.get(name) for name in names]
         ops = [op for op in producers if op is not None]
         if (
@@ -144,8 +129,7 @@ class _Merging:
         key = tuple(op.name for op in ops)
         if key not in self.merged_ops:
             self.merged_ops[key] = self._results(ops)
-        result = self.merged_ops[key][ops[0].results.index(names[0])]
-        assert isinstance(result, Ref), "an operator returns values"
+        result = only_ref(self.merged_ops[key][ops[0].results.index(names[0])])
         old, new = self.graph.by_name[names[0]], self.emitter.value(result)
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise _Differs
@@ -185,11 +169,11 @@ class _Merging:
         calls = [arguments(op) for op in ops]
         first = ops[0]
         if first.target is aten.masked_fill.Scalar:  # every row has an expert
-            self._check_masks([hides_others(self.graph, self.ranks, call["mask"].name) for call in calls])
+            self._check_masks([hides_others(self.graph, call["mask"].name) for call in calls])
             return (self._value(tuple(call["self"].name for call in calls)),)
         if first.target is aten.where.self and first.name in self.of_loop:
             conditions = (call["condition"].name for call in calls)
-            self._check_masks([expert_mask(self.graph.producer, self.ranks, name) for name in conditions])
+            self._check_masks([expert_mask(self.graph.producer, self.graph.by_name, name) for name in conditions])
             return (self._value(tuple(call["self"].name for call in calls)),)
         args = tuple(self._argument(items, first) for items in zip(*(op.args for op in ops), strict=True))
         named = zip(*(op.kwargs for op in ops), strict=True)
@@ -214,15 +198,15 @@ class _Merging:
     def _check_rows(self, op: Op) -> None:
         """Raise _Differs unless the result has the mask's rows in dim 0 of two."""
         name = op.results[0]
-        rows = self.loop.rows.get(name)
-        if rows is None or (rows.dim, rows.copies) != (0, 1) or self.ranks[name] != 2 or len(op.results) != 1:
+        rows, rank = self.loop.rows.get(name), len(self.graph.by_name[name].shape)
+        if rows is None or (rows.dim, rows.copies, rank) != (0, 1, 2) or len(op.results) != 1:
             raise _Differs
 
     def _argument(self, items: Sequence[Any], op: Op) -> Any:
         first = items[0]
         if isinstance(first, Ref):
             names = tuple(item.name for item in items)
-            return self._new(names[0]) if self._is_same(names) else self._owned(names) or self._value(names)
+            return self.emitter.now(names[0]) if self._is_same(names) else self._owned(names) or self._value(names)
         if isinstance(first, tuple):
             if len({len(item) for item in items}) > 1:
                 raise _Differs
@@ -251,7 +235,7 @@ class _Merging:
             is_picked = ops[0].target in (aten.select.int, aten.unbind.int) and all(arg["dim"] == 0 for arg in args)
             size = self.graph.by_name[inner[0]].shape[:1]
             is_whole = is_picked and experts == list(range(self.count)) and size == (self.count,)
-            return _Owned(self._new(inner[0])) if is_whole else None
+            return _Owned(self.emitter.now(inner[0])) if is_whole else None
         owned = self._owned(inner)
         if owned is None:
             return None

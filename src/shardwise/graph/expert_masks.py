@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.graph.ir import Graph, Op
+from shardwise.graph.ir import Graph, Op, Value
 from shardwise.graph.schema import arguments
 
 aten = torch.ops.aten
@@ -26,18 +26,18 @@ class ExpertMask:
     expert: int
 
 
-def expert_mask(producers: Mapping[str, Op], ranks: Mapping[str, int], name: str) -> ExpertMask | None:
+def expert_mask(producers: Mapping[str, Op], values: Mapping[str, Value], name: str) -> ExpertMask | None:
     """Return the expert whose rows a mask selects, with its shape disregarded; None for another mask.
 
-    ``producers``: by value; ``ranks``: the number of dims of a value.
+    ``producers``, ``values``: by the names of values.
     """
     while (op := producers.get(name)) is not None:
         args = arguments(op)
         if op.target is aten.eq.Scalar and isinstance(args["other"], int):
-            return ExpertMask(op.operands[0], tuple(range(ranks[op.operands[0]])), args["other"])
+            return ExpertMask(op.operands[0], _dims(values, op.operands[0]), args["other"])
         if op.target in (aten.ne.Scalar, aten.gt.Scalar) and args["other"] == 0:
-            return _class_of(producers, ranks, op.operands[0])
-        found = _class_of(producers, ranks, name)
+            return _class_of(producers, values, op.operands[0])
+        found = _class_of(producers, values, name)
         if found is not None:
             return found
         if op.target not in _SHAPES:
@@ -46,46 +46,48 @@ def expert_mask(producers: Mapping[str, Op], ranks: Mapping[str, int], name: str
     return None
 
 
-def hides_others(graph: Graph, ranks: Mapping[str, int], name: str) -> ExpertMask | None:
+def hides_others(graph: Graph, name: str) -> ExpertMask | None:
     """Return the expert whose rows a mask leaves out, if it selects all others."""
     while (op := graph.producer.get(name)) is not None and op.target in _SHAPES:
         name = op.operands[0]
     negates = op is not None and op.target is aten.logical_not.default
-    return expert_mask(graph.producer, ranks, op.operands[0]) if op is not None and negates else None
+    return expert_mask(graph.producer, graph.by_name, op.operands[0]) if op is not None and negates else None
 
 
-def num_choices(producers: Mapping[str, Op], shapes: Mapping[str, tuple[int, ...]], name: str) -> int | None:
+def num_choices(graph: Graph, name: str) -> int | None:
     """Return how many numbers, from 0 on, indices of the largest of scores may be; None of other values."""
-    while (op := producers.get(name)) is not None and op.target in (*_SAME, *_SHAPES):
+    while (op := graph.producer.get(name)) is not None and op.target in (*_SAME, *_SHAPES):
         name = op.operands[0]
     if op is None or op.target not in _TOP or name != op.results[-1]:
         return None
-    shape = shapes[op.operands[0]]
+    shape = graph.by_name[op.operands[0]].shape
     return shape[arguments(op)["dim"]] if shape else None
 
 
-def selects_once(
-    producers: Mapping[str, Op], shapes: Mapping[str, tuple[int, ...]], name: str, dims: Sequence[int]
-) -> bool:
+def selects_once(producers: Mapping[str, Op], values: Mapping[str, Value], name: str, dims: Sequence[int]) -> bool:
     """Return whether a mask selects at most one element of its other dims for each of ``dims``: it is of one expert,
     and a row has as many different experts as indices of the largest of its scores."""
-    mask = expert_mask(producers, {value: len(shape) for value, shape in shapes.items()}, name)
-    others = [dim for dim in range(len(shapes[name])) if dim not in dims]
-    if mask is None or len(mask.order) != len(shapes[name]) or len(others) != 1:
+    mask, every = expert_mask(producers, values, name), _dims(values, name)
+    others = [dim for dim in every if dim not in dims]
+    if mask is None or len(mask.order) != len(every) or len(others) != 1:
         return False
     name, dim = mask.chosen, mask.order[others[0]]
     while (op := producers.get(name)) is not None and op.target in (*_SAME, *_RESHAPES):
-        before, after = shapes[op.operands[0]], shapes[name]
+        before, after = values[op.operands[0]].shape, values[name].shape
         if op.target not in _SAME:
             if dim != len(after) - 1 or before[-1:] != after[-1:]:
                 return False
             dim = len(before) - 1
         name = op.operands[0]
     is_top = op is not None and op.target in _TOP and name == op.results[-1]
-    return is_top and op is not None and arguments(op)["dim"] % len(shapes[name]) == dim
+    return is_top and op is not None and arguments(op)["dim"] % len(values[name].shape) == dim
 
 
-def _class_of(producers: Mapping[str, Op], ranks: Mapping[str, int], name: str) -> ExpertMask | None:
+def _dims(values: Mapping[str, Value], name: str) -> tuple[int, ...]:
+    return tuple(range(len(values[name].shape)))
+
+
+def _class_of(producers: Mapping[str, Op], values: Mapping[str, Value], name: str) -> ExpertMask | None:
     """Return the expert of ``classes.select(dim, expert)`` or ``classes.unbind(dim)[expert]``."""
     op = producers.get(name)
     while op is not None and op.target in _SAME:
@@ -94,8 +96,8 @@ def _class_of(producers: Mapping[str, Op], ranks: Mapping[str, int], name: str) 
     if op is None or op.target not in (aten.select.int, aten.unbind.int):
         return None
     args, (classes,) = arguments(op), op.operands
-    order = _dims_of_classes(producers, ranks, classes)
-    dim = args["dim"] % ranks[classes]
+    order = _dims_of_classes(producers, values, classes)
+    dim = args["dim"] % len(values[classes].shape)
     if order is None or order[1][dim] != -1:
         return None
     expert = args["index"] if op.target is aten.select.int else op.results.index(name)
@@ -103,7 +105,7 @@ def _class_of(producers: Mapping[str, Op], ranks: Mapping[str, int], name: str) 
 
 
 def _dims_of_classes(
-    producers: Mapping[str, Op], ranks: Mapping[str, int], name: str
+    producers: Mapping[str, Op], values: Mapping[str, Value], name: str
 ) -> tuple[str, tuple[int, ...]] | None:
     """Return numbers of experts, and which of its dims each dim of their classes is (-1: the classes)."""
     op = producers.get(name)
@@ -111,23 +113,23 @@ def _dims_of_classes(
         return None
     args = arguments(op)
     if op.target is aten.one_hot.default:
-        return op.operands[0], (*range(ranks[op.operands[0]]), -1)
+        return op.operands[0], (*_dims(values, op.operands[0]), -1)
     if op.target is aten.eq.Tensor and len(op.operands) == 2:
         opened, counting = (producers.get(operand) for operand in op.operands)
         is_range = counting is not None and counting.target is aten.arange.default and len(counting.args) == 1
         if opened is not None and is_range and opened.target is aten.unsqueeze.default:
-            rank = ranks[opened.operands[0]]
-            at_end = arguments(opened)["dim"] in (-1, rank)
-            return (opened.operands[0], (*range(rank), -1)) if at_end else None
+            dims = _dims(values, opened.operands[0])
+            at_end = arguments(opened)["dim"] in (-1, len(dims))
+            return (opened.operands[0], (*dims, -1)) if at_end else None
         return None
     if op.target in _SAME:
-        return _dims_of_classes(producers, ranks, op.operands[0])
+        return _dims_of_classes(producers, values, op.operands[0])
     if op.target not in (aten.permute.default, aten.transpose.int, aten.movedim.int):
         return None
-    below = _dims_of_classes(producers, ranks, op.operands[0])
+    below = _dims_of_classes(producers, values, op.operands[0])
     if below is None:
         return None
     rest = [value for key, value in args.items() if key != "self"]
-    moved = torch.empty(tuple(range(2, ranks[name] + 2)), device="meta")
+    moved = torch.empty(tuple(range(2, len(values[name].shape) + 2)), device="meta")
     sizes = op.target(moved, *rest).shape
     return below[0], tuple(below[1][size - 2] for size in sizes)

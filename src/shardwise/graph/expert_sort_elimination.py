@@ -26,7 +26,7 @@ import torch
 from shardwise.graph.custom_operators import RANDOM
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.grouped import grouped_mm
-from shardwise.graph.ir import Arg, Graph, Op, Ref, map_operands, refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, map_operands, only_ref, refs
 from shardwise.graph.schema import arguments, is_random
 
 aten = torch.ops.aten
@@ -100,19 +100,16 @@ def _is_of_rows(op: Op, graph: Graph) -> bool:
 
 @dataclass
 class _SortElimination:
-    """Rewrites a graph without some sorts. ``known``: old values -> new ones; ``ordered``: old values in the order of a
-    sort; ``keys``: sort -> its operand."""
+    """Rewrites a graph without some sorts. ``ordered``: old values in the order of a sort; ``keys``: sort -> its
+    operand."""
 
     old: Graph
     sorts: frozenset[str]
-    known: dict[str, Arg] = field(default_factory=dict)
     ordered: dict[str, _SortedValue] = field(default_factory=dict)
     keys: dict[str, Ref] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        values = [self.old.by_name[source.value] for source in self.old.sources]
-        self.emitter = Emitter(values, self.old.sources)
-        self.known = {source.value: Ref(source.value) for source in self.old.sources}
+        self.emitter = Emitter.over(self.old)
 
     def graph(self) -> Graph:
         """Return the new graph. Raises _MixesRows for the first reader that is not supported."""
@@ -124,7 +121,7 @@ class _SortElimination:
             elif op.name in self.sorts:
                 self._begin(op)
             elif not self._finds_experts(op):
-                self.known.update(zip(op.results, self._written(op), strict=True))
+                self.emitter.known.update(zip(op.results, self._written(op), strict=True))
         return self._finish()
 
     def _finish(self) -> Graph:
@@ -133,18 +130,13 @@ class _SortElimination:
         for name in (*used, old.loss or ""):
             if name in self.ordered:
                 raise _MixesRows(self.ordered[name].sort)
-        return self.emitter.rewritten(old, self.known)
-
-    def _new(self, name: str) -> Ref:
-        new = self.known[name]
-        assert isinstance(new, Ref), f"{name} is a value"
-        return new
+        return self.emitter.rewritten(old)
 
     def _written(self, op: Op) -> tuple[Arg, ...]:
         """Emit the operator on rows in their original order."""
 
         def of(name: str) -> Arg:
-            return self._rows(self.ordered[name]) if name in self.ordered else self.known[name]
+            return self._rows(self.ordered[name]) if name in self.ordered else self.emitter.known[name]
 
         return self.emitter.apply(map_operands(op, of), op.results)
 
@@ -170,7 +162,7 @@ class _SortElimination:
     # -- orders --------------------------------------------------------------------------------------------------------
 
     def _begin(self, op: Op) -> None:
-        keys = self.keys[op.name] = self._new(op.operands[0])
+        keys = self.keys[op.name] = self.emitter.now(op.operands[0])
         *rows, order = op.results
         self.ordered[order] = _SortedValue("order", op.name)
         self.ordered |= {name: _SortedValue("rows", op.name, keys) for name in rows}
@@ -184,7 +176,7 @@ class _SortElimination:
             if isinstance(result, _SortedValue):
                 self.ordered[name] = result
             else:
-                self.known[name] = result
+                self.emitter.known[name] = result
 
     def _results(self, op: Op, sort: str) -> tuple[_SortedValue | Arg, ...] | None:
         """Return the results: values in the order of the sort, or new values emitted here. None: not supported."""
@@ -198,7 +190,9 @@ class _SortElimination:
             return self._product(op, sort)
         if op.target in _LIKE or self._forgets_order(op):
             return self._written(op)
-        return tuple(_SortedValue("rows", sort, _ref(new)) for new in self._written(op)) if self._is_alike(op) else None
+        if not self._is_alike(op):
+            return None
+        return tuple(_SortedValue("rows", sort, only_ref(new)) for new in self._written(op))
 
     def _of_order(self, op: Op, sort: str) -> _SortedValue | None:
         """Return what an operator makes of an order: token numbers, the inverse, a blank for it, or more dims."""
@@ -225,7 +219,7 @@ class _SortElimination:
         if any(reader.target is not grouped_mm._opoverload for reader in self.old.consumers[op.results[0]]):
             return False
         ends, rows = op.operands
-        keys = self._keys_of_ends(self.known[ends]) if self._is_counting(rows) else None
+        keys = self._keys_of_ends(self.emitter.known[ends]) if self._is_counting(rows) else None
         sort = next((name for name, ref in self.keys.items() if self._shape(rows) == self._same(ref, keys)), None)
         if sort is None:
             return False
@@ -248,18 +242,18 @@ class _SortElimination:
         call = arguments(count)
         if count.target is aten.histc.default:
             bins = call["bins"]
-            return _ref(call["self"]) if (call["min"], call["max"]) == (0, bins - 1) else None
+            return only_ref(call["self"]) if (call["min"], call["max"]) == (0, bins - 1) else None
         if count.target is aten.bincount.default:
-            return _ref(call["self"]) if call["weights"] is None else None
+            return only_ref(call["self"]) if call["weights"] is None else None
         if count.target is aten.sum.dim_IntList and call["dim"] == (0,) and not call["keepdim"]:
             flags = self._producer_of(call["self"])
             is_flags = flags is not None and flags.target is aten.one_hot.default
-            return _ref(flags.args[0]) if flags is not None and is_flags else None
+            return only_ref(flags.args[0]) if flags is not None and is_flags else None
         return None
 
     def _producer_of(self, arg: Arg) -> Op | None:
         """Return the producer of a new value, skipping exact casts."""
-        op = self.emitter.producer.get(_ref(arg).name)
+        op = self.emitter.producer.get(only_ref(arg).name)
         while op is not None and self._is_exact(op):
             op = self.emitter.producer.get(op.operands[0])
         return op
@@ -292,10 +286,10 @@ class _SortElimination:
         if name in self.ordered or by.kind == "blank":
             return None
         if by.kind == "order":
-            rows = self._shape(name)[0] * by.copies
-            return _SortedValue("rows", sort, self._new(name), by.copies) if rows == self._count_of(sort) else None
+            is_whole = self._shape(name)[0] * by.copies == self._count_of(sort)
+            return _SortedValue("rows", sort, self.emitter.now(name), by.copies) if is_whole else None
         (taken,) = self._written(op)  # what belongs to the expert of a row
-        return _SortedValue("rows", sort, _ref(taken))
+        return _SortedValue("rows", sort, only_ref(taken))
 
     def _index(self, op: Op) -> str | None:
         """Return the index in the order of a sort by which an operator selects whole rows on dim 0."""
@@ -356,7 +350,7 @@ class _SortElimination:
         emit = self.emitter.emit
         if by.copies > 1:
             rows = emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (tokens, by.copies, *shape[1:])), (1,))
-        return emit(aten.add.Tensor, self._new(base), rows)
+        return emit(aten.add.Tensor, self.emitter.now(base), rows)
 
     def _is_blank(self, name: str) -> bool:
         producer = self.old.producer.get(name)
@@ -380,8 +374,8 @@ class _SortElimination:
         if not self._is_rows(x) or not self._is_rows(experts) or weight in self.ordered:
             return None
         skips = self._is_compared(sort, self._shape(weight)[0])
-        args = (self.ordered[x].value, self._new(weight), self._rows(self.ordered[experts]), *op.args[3:6], skips)
-        return (_SortedValue("rows", sort, self.emitter.emit(op.target, *args)),)
+        operands = self.ordered[x].value, self.emitter.now(weight), self._rows(self.ordered[experts])
+        return (_SortedValue("rows", sort, self.emitter.emit(op.target, *operands, *op.args[3:6], skips)),)
 
     def _is_compared(self, sort: str, count: int) -> bool:
         """Return whether the model itself tells rows of experts from those of none, which have the number ``count``."""
@@ -434,11 +428,6 @@ class _SortElimination:
         if op.target in (aten.layer_norm.default, aten.rms_norm.default):
             return rows == [op.operands[0]] and len(arguments(op)["normalized_shape"]) < rank
         return op.target is aten.one_hot.default and not others
-
-
-def _ref(arg: Arg) -> Ref:
-    assert isinstance(arg, Ref), f"{arg} is a value"
-    return arg
 
 
 def _dims(dims: Arg, rank: int) -> set[int]:

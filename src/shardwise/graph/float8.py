@@ -15,22 +15,21 @@ Parts of a contraction that are no multiples of 16 are filled up with zeros, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 
 from shardwise.errors import CaptureWarning, ShardwiseError, warn_user
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value
+from shardwise.graph.operator_library import LIBRARY, composite
 
 aten = torch.ops.aten
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BY_ROWS: Final = "float8 rows"
 PRODUCTS: Final = ("float8", BY_ROWS)
@@ -134,7 +133,7 @@ def _turned(rounded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return rounded[0].t().contiguous(), rounded[1]
 
 
-def _linear(
+def _float8_linear(
     x: Tensor,
     weight: Tensor,
     of_x: Tensor,
@@ -146,25 +145,11 @@ def _linear(
     return result
 
 
-def _define(schema: str, functions: Mapping[str, Callable[..., Any]]) -> OpOverload:
-    _LIBRARY.define(schema)
-    name = schema.partition("(")[0]
-    for key, function in functions.items():
-        _LIBRARY.impl(name, function, key)
-    operator: OpOverload = getattr(torch.ops.shardwise, name).default
-    return operator
-
-
-LARGEST: Final = _define(
-    "largest(Tensor x, int[] dim) -> Tensor", {"CompositeExplicitAutograd": _largest, "Autograd": _without_gradient}
-)
-TO_FLOAT8: Final = _define("to_float8(Tensor x, Tensor largest) -> Tensor", {"CompositeExplicitAutograd": _to_float8})
+LARGEST: Final = composite(_largest, key="CompositeExplicitAutograd")
+LIBRARY.impl("largest", _without_gradient, "Autograd")
+TO_FLOAT8: Final = composite(_to_float8, key="CompositeExplicitAutograd")
 # ``rounded``: the weight in float8, where it arrives so; then only the cotangent of ``weight`` is computed.
-FLOAT8_LINEAR: Final = _define(
-    "float8_linear(Tensor x, Tensor weight, Tensor of_x, Tensor of_weight, Tensor? of_columns=None, "
-    "Tensor? rounded=None) -> Tensor",
-    {"CompositeImplicitAutograd": _linear},
-)
+FLOAT8_LINEAR: Final = composite(_float8_linear)
 
 
 def scales(x: Any, weight: Any, rank: int, by_rows: bool, largest: Callable[[Any, tuple[int, ...]], Any]) -> list[Any]:

@@ -33,13 +33,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from shardwise.dispatch_mode import OpRecorder
 from shardwise.errors import CaptureError, ShardwiseError
+from shardwise.graph.operator_library import composite
 from shardwise.graph.origins import LINE
 from shardwise.graph.schema import is_random
 from shardwise.graph.to_float64 import call_in_float64
 from shardwise.graph.trees import constant_key, is_constant, type_name
 
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
-_LIBRARY.define("function(Tensor[] operands, str function, str arguments, ScalarType lowest) -> Tensor[]")
 _SLOT = ...  # stands for a tensor in a function's results
 _KNOWN: dict[str, type[Function]] = {}
 _FIX = (
@@ -48,8 +47,7 @@ _FIX = (
 )
 
 
-@torch.library.impl(_LIBRARY, "function", "CompositeImplicitAutograd")
-def _apply(operands: Sequence[Tensor], function: str, arguments: str, lowest: torch.dtype) -> list[Tensor]:
+def _function(operands: Sequence[Tensor], function: str, arguments: str, lowest: torch.dtype) -> list[Tensor]:
     """Return the tensors that a function returns. ``lowest``: float64 if casts to lower precision are widened."""
     call_args = fill_operands(arguments, operands)
     if lowest == torch.float64:
@@ -60,7 +58,7 @@ def _apply(operands: Sequence[Tensor], function: str, arguments: str, lowest: to
     return [r for r in (results if isinstance(results, tuple) else (results,)) if isinstance(r, Tensor)]
 
 
-FUNCTION = torch.ops.shardwise.function.default
+FUNCTION = composite(_function)
 
 
 class _Widened(TorchFunctionMode):

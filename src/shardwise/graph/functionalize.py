@@ -28,7 +28,7 @@ from shardwise.graph.bodies import Bodies, Inlining, NotRepeated, is_assertion, 
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.gradient_graph import check_differentiable, emit_gradient
 from shardwise.graph.inner_gradients import GRADIENT, LEAF
-from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_operands
+from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_operands, only_ref
 from shardwise.graph.normalize_layers import batch_norm_with_statistics
 from shardwise.graph.origins import is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
@@ -304,7 +304,7 @@ class Functionalizer:
         op = self._cast(op)
         if not self._grad:
             op = map_operands(op, self._detach)
-        result, mean, variance = batch_norm_with_statistics(op, self.emitter)
+        result, mean, variance = map(only_ref, batch_norm_with_statistics(op, self.emitter) or ())
         momentum = arguments(op)["momentum"]
         for position, new in ((3, mean), (4, variance)):
             running_node = node.args[position]

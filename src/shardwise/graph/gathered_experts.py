@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from shardwise.graph.einsum import DOTS, terms_of
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.grouped import grouped_mm
-from shardwise.graph.ir import Arg, Op, Ref, map_operands
+from shardwise.graph.ir import Arg, Op, Ref, map_operands, only_ref
 from shardwise.graph.schema import arguments, is_random
 
 aten = torch.ops.aten
@@ -159,14 +159,14 @@ def _product(emitter: Emitter, x: Ref, term: str, gathered: _Gathered, output: s
     count, width, wide = (prod(sizes[letter] for letter in letters) for letters in (ordered, summed, columns))
     keys = _keys(emitter, gathered.experts, tuple(rows.index(letter) for letter in ordered), weight.shape[0])
     assert keys is not None, "they are emitted"
-    flat = _flat(emitter, in_order(emitter, x, term, [*tokens, *ones, *summed]), (count, width), {})
-    matrices = in_order(emitter, gathered.weight, ("", *dims), ["", *summed, *columns])
+    flat = _flat(emitter, _in_order(emitter, x, term, [*tokens, *ones, *summed]), (count, width), {})
+    matrices = _in_order(emitter, gathered.weight, ("", *dims), ["", *summed, *columns])
     matrices = reshaped(emitter, matrices, (weight.shape[0], width, wide))
     experts = (weight.shape[0],)
     product = emit(grouped_mm._opoverload, flat, matrices, keys, experts, (0,), experts)
     of_rows = [*ordered, *columns]
     result = reshaped(emitter, product, tuple(sizes[letter] for letter in of_rows))
-    result = in_order(emitter, result, of_rows, [letter for letter in output if letter not in ones])
+    result = _in_order(emitter, result, of_rows, [letter for letter in output if letter not in ones])
     return reshaped(emitter, result, tuple(sizes[letter] for letter in output))
 
 
@@ -210,14 +210,9 @@ def _flattened(emitter: Emitter, x: Ref, shape: tuple[int, int], flat: dict[str,
         operands = {name: _flat(emitter, Ref(name), shape, flat) for name in producer.operands}
         if all(emitter.value(operand).shape == shape for operand in operands.values()):
             (result,) = emitter.apply(map_operands(producer, operands.__getitem__))
-            return _ref(result)
+            return only_ref(result)
         return reshaped(emitter, x, shape)
     return unrepeated(emitter, reshaped(emitter, x, shape))
-
-
-def _ref(arg: Arg) -> Ref:
-    assert isinstance(arg, Ref), f"{arg} is a value"
-    return arg
 
 
 def unrepeated(emitter: Emitter, rows: Ref) -> Ref:
@@ -238,10 +233,9 @@ def unrepeated(emitter: Emitter, rows: Ref) -> Ref:
     return rows
 
 
-def in_order(emitter: Emitter, ref: Ref, found: Sequence[str | int], wanted: Sequence[str | int]) -> Ref:
-    """Permute dims from the order ``found`` to ``wanted``, in letters or numbers of dims."""
-    dims = tuple(list(found).index(letter) for letter in wanted)
-    return ref if dims == tuple(range(len(dims))) else emitter.emit(aten.permute.default, ref, dims)
+def _in_order(emitter: Emitter, ref: Ref, found: Sequence[str], wanted: Sequence[str]) -> Ref:
+    """Permute dims from the order ``found`` to ``wanted``, in letters."""
+    return emitter.permuted(ref, [list(found).index(letter) for letter in wanted])
 
 
 def reshaped(emitter: Emitter, ref: Ref, shape: tuple[int, ...]) -> Ref:

@@ -26,6 +26,7 @@ from shardwise.graph.ir import Arg, Op, Ref
 from shardwise.graph.schema import arguments, draws_nothing, is_random, operator_name, run_call, tensor_results
 from shardwise.graph.switches import CallCache
 from shardwise.graph.trees import argument_key
+from shardwise.graph.written_out import emitted_node
 
 aten = torch.ops.aten
 _SAME = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
@@ -129,7 +130,9 @@ def _backward(
     ends: Any = traced.graph.output_node().args[0]
     of_operands, of_results = ends[: len(wanted)], ends[len(wanted) :]
     values.update(zip(of_results, map(Ref, op.results), strict=True))
-    needed, first = _needed(of_operands, values), len(emitter.ops)
+    needed, first = set(of_operands), len(emitter.ops)
+    for node in reversed(traced.graph.nodes):
+        needed.update(node.all_input_nodes if node in needed and node not in values else ())
     for node in traced.graph.nodes:
         if node in needed and node not in values:
             values[node] = _emitted(node, values, emitter, apply)
@@ -151,37 +154,15 @@ def _without_path(emitter: Emitter, first: int, gradient: Ref, op: Op, operands:
     return [] if reached.intersection(op.results) else [name for name in operands if name not in reached]
 
 
-def _needed(ends: Sequence[fx.Node | None], known: dict[fx.Node, Any]) -> set[fx.Node]:
-    needed, pending = set[fx.Node](), [node for node in ends if node is not None]
-    while pending:
-        node = pending.pop()
-        if node not in needed and node not in known:
-            needed.add(node)
-            pending += node.all_input_nodes
-    return needed
-
-
 def _emitted(node: fx.Node, values: dict[fx.Node, Any], emitter: Emitter, apply: Apply) -> Any:
-    def argument(arg: Any) -> Arg:
-        if isinstance(arg, fx.Node):
-            return values[arg]
-        if isinstance(arg, (list, tuple)):
-            return tuple(map(argument, arg))
-        return None if isinstance(arg, torch.device) else arg
-
-    target: Any = node.target
     if node.op != "call_function":
         raise _untraceable(emitter.origin, "a backward", f"it reads {node}")
-    if not isinstance(target, OpOverload):  # getitem
-        return values[node.args[0]][node.args[1]]  # type: ignore[index]
-    if target in _SAME:
-        return argument(node.args[0])
-    if target in _FILLED:  # needs no value of the operand, which may be one of the whole batch
+    if node.target in _SAME:
+        return values[node.args[0]]  # type: ignore[index]
+    if node.target in _FILLED:  # needs no value of the operand, which may be one of the whole batch
         val = node.meta["val"]
-        return _emit(emitter, apply, _FILLED[target], tuple(val.shape), dtype=val.dtype)
-    kwargs = tuple((key, argument(value)) for key, value in node.kwargs.items() if key != "pin_memory")
-    refs = apply(replace(emitter.origin, target=target, args=argument(node.args), kwargs=kwargs))
-    return refs[0] if isinstance(node.meta["val"], torch.Tensor) else refs
+        return _emit(emitter, apply, _FILLED[node.target], tuple(val.shape), dtype=val.dtype)
+    return emitted_node(node, values, emitter.origin, apply)
 
 
 def _traced(

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from shardwise.graph.custom_operators import global_indices
+from shardwise.graph.operator_library import ATOMS, kernel
 
-_PARTS = "int[] sizes, int[] offsets, int[] lengths, bool skips=False, bool is_sorted=False"
+_PARTS = f"{ATOMS}, bool skips=False, bool is_sorted=False"
 
 
 def _sorted_rows(
@@ -127,9 +128,7 @@ def _of_weight(rows: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor,
     return result
 
 
-@torch.library.custom_op(
-    "shardwise::grouped_mm", mutates_args=(), schema=f"(Tensor x, Tensor weight, Tensor experts, {_PARTS}) -> Tensor"
-)
+@kernel(lambda x, weight, experts, *here: x.new_empty(experts.shape[0], weight.shape[2]), _PARTS)
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any) -> torch.Tensor:
     """Multiply x [t, k] by weight [e, k, n] for experts [t * each] -> [t * each, n]. ``here``: the experts of
     ``weight``, as sizes, offsets and lengths of their atoms, ``skips`` and ``is_sorted``."""
@@ -153,16 +152,7 @@ def _tokens(order: torch.Tensor, num_rows: int, x: torch.Tensor) -> torch.Tensor
     return order if x.shape[0] == num_rows else order // (num_rows // max(x.shape[0], 1))
 
 
-@grouped_mm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any) -> torch.Tensor:
-    return x.new_empty(experts.shape[0], weight.shape[2])
-
-
-@torch.library.custom_op(
-    "shardwise::grouped_mm_of_x",
-    mutates_args=(),
-    schema=f"(Tensor gradient, Tensor x, Tensor weight, Tensor experts, {_PARTS}) -> Tensor",
-)
+@kernel(lambda gradient, x, weight, experts, *here: torch.empty_like(x), _PARTS)
 def _grouped_mm_of_x(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any
 ) -> torch.Tensor:
@@ -177,16 +167,7 @@ def _grouped_mm_of_x(
     return torch.zeros_like(x).index_add_(0, tokens, of_rows)
 
 
-@_grouped_mm_of_x.register_fake
-def _(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op(
-    "shardwise::grouped_mm_of_weight",
-    mutates_args=(),
-    schema=f"(Tensor gradient, Tensor x, Tensor weight, Tensor experts, {_PARTS}) -> Tensor",
-)
+@kernel(lambda gradient, x, weight, experts, *here: torch.empty_like(weight), _PARTS)
 def _grouped_mm_of_weight(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any
 ) -> torch.Tensor:
@@ -196,11 +177,6 @@ def _grouped_mm_of_weight(
     order = _computed_here(order, ends, x, weight)
     rows = x.index_select(0, _tokens(order, experts.shape[0], x))
     return _of_weight(rows, gradient.index_select(0, order), weight, ends)
-
-
-@_grouped_mm_of_weight.register_fake
-def _(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any) -> torch.Tensor:
-    return torch.empty_like(weight)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -222,11 +198,12 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
 grouped_mm.register_autograd(_backward, setup_context=_setup)
 
 
-@torch.library.custom_op(
-    "shardwise::order_by_owner",
-    mutates_args=(),
-    schema="(Tensor keys, int num_keys, bool skips, int owners) -> (Tensor, Tensor)",
-)
+def _fake_order(keys: torch.Tensor, num_keys: int, skips: bool, owners: int) -> tuple[torch.Tensor, torch.Tensor]:
+    counts = keys.new_empty((1, owners, most_keys(num_keys, owners)), dtype=torch.int64)
+    return keys.new_empty(keys.shape, dtype=torch.int64), counts
+
+
+@kernel(_fake_order)
 def order_by_owner(keys: torch.Tensor, num_keys: int, skips: bool, owners: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of keys [rows] sorted by key, and how many rows have each key of each owner [1, owners,
     keys].
@@ -243,22 +220,12 @@ def order_by_owner(keys: torch.Tensor, num_keys: int, skips: bool, owners: int) 
     return order, counts.unsqueeze(0)
 
 
-@order_by_owner.register_fake
-def _(keys: torch.Tensor, num_keys: int, skips: bool, owners: int) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = keys.new_empty((1, owners, most_keys(num_keys, owners)), dtype=torch.int64)
-    return keys.new_empty(keys.shape, dtype=torch.int64), counts
-
-
 def most_keys(num_keys: int, owners: int) -> int:
     """Return how many keys an owner counts: the most that one has, and those that are no one's."""
     return -(-num_keys // owners) + 1
 
 
-@torch.library.custom_op(
-    "shardwise::keys_of_rows",
-    mutates_args=(),
-    schema="(Tensor rows, Tensor received, int num_keys, int owners, int owner) -> Tensor",
-)
+@kernel(lambda rows, received, *numbers: received.new_empty(rows.shape[0]))
 def keys_of_rows(rows: torch.Tensor, received: torch.Tensor, num_keys: int, owners: int, owner: int) -> torch.Tensor:
     """Return the keys of the rows that an owner has, which are sorted by key.
 
@@ -266,11 +233,6 @@ def keys_of_rows(rows: torch.Tensor, received: torch.Tensor, num_keys: int, owne
     counts = received.sum(0).flatten()
     keys = owner * num_keys // owners + torch.arange(counts.shape[0], device=counts.device)
     return keys.repeat_interleave(counts, output_size=rows.shape[0])
-
-
-@keys_of_rows.register_fake
-def _(rows: torch.Tensor, received: torch.Tensor, num_keys: int, owners: int, owner: int) -> torch.Tensor:
-    return received.new_empty(rows.shape[0])
 
 
 def experts_of(ends: torch.Tensor, rows: int) -> torch.Tensor:

@@ -31,33 +31,30 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError
+from shardwise.graph.operator_library import composite
 from shardwise.graph.origins import LINE, calling_line
 from shardwise.graph.schema import is_random, operator_name
 
 aten = torch.ops.aten
 
 NO_GRAD = "shardwise_no_grad"  # the key that marks operators that ran under no_grad inside of a transform
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
-_LIBRARY.define(
-    "gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] cotangents, bool batched, bool create_graph) -> Tensor[]"
-)
-_LIBRARY.define("leaf(Tensor x, bool requires_grad) -> Tensor")
 _OF_TRANSFORMS = eager_transforms.__file__
 _PENDING: list[list[Tensor]] = []  # what the next ``shardwise::gradient`` returns
 _FORWARD: list[list[Any]] = []  # of each function that jvp runs now, the origins of the arguments
 
 
-@torch.library.impl(_LIBRARY, "gradient", "CompositeImplicitAutograd")
 def _gradient(*_: Any) -> list[Tensor]:
     return _PENDING.pop()
 
 
-@torch.library.impl(_LIBRARY, "leaf", "CompositeImplicitAutograd")
 def _leaf(x: Tensor, requires_grad: bool) -> Tensor:
     return x.requires_grad_(requires_grad)
 
 
-GRADIENT, LEAF = torch.ops.shardwise.gradient.default, torch.ops.shardwise.leaf.default
+LEAF = composite(_leaf)
+GRADIENT = composite(
+    _gradient, "Tensor[] outputs, Tensor[] inputs, Tensor[] cotangents, bool batched, bool create_graph"
+)
 
 
 def traced_gradient(

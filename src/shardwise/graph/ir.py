@@ -190,6 +190,12 @@ class Graph:
         return frozenset(s.value for s in self.sources if s.trainable and s.value in reached)
 
 
+def only_ref(arg: Arg) -> Ref:
+    """Return an argument that is a value."""
+    assert isinstance(arg, Ref), f"expected a value, found {arg!r}"
+    return arg
+
+
 def refs(arg: Arg) -> list[str]:
     """Return the names of the values used in an argument, depth first."""
     names: list[str] = []

@@ -139,11 +139,11 @@ class _Lookup:
     def read(self) -> Ref:
         if self.chosen:
             result = self.emitter.emit(aten.gather.default, self._flat(), len(self.kept), self._index())
-            result = self._reshaped(result, self.sizes)
+            result = self.emitter.reshaped(result, self.sizes)
         else:
             opened = [*self.sizes[: len(self.kept)], *[1] * len(self.others)]
-            result = self._expanded(self._reshaped(self.operand, opened), self.sizes)
-        return self._permuted(result, self.order)
+            result = self._expanded(self.emitter.reshaped(self.operand, opened), self.sizes)
+        return self.emitter.permuted(result, self.order)
 
     def write(self, values: Ref, accumulate: bool) -> Ref | None:
         """Return the operand with values written where ``read`` reads. None if one element would get several values, or
@@ -152,18 +152,19 @@ class _Lookup:
         if not self.chosen and (prod(self.sizes) != prod(kept) or not accumulate):
             return None
         values = self._expanded(values, [self.sizes[dim] for dim in self.order])
-        values = self._permuted(values, _inverse(self.order))
+        values = self.emitter.permuted(values, _inverse(self.order))
         if not self.chosen:
-            return self.emitter.emit(aten.add.Tensor, self.operand, self._reshaped(values, kept))
-        values = self._reshaped(values, [*kept, prod(self.sizes[len(kept) :])])
+            return self.emitter.emit(aten.add.Tensor, self.operand, self.emitter.reshaped(values, kept))
+        values = self.emitter.reshaped(values, [*kept, prod(self.sizes[len(kept) :])])
         scatter = aten.scatter_add.default if accumulate else aten.scatter.src
         result = self.emitter.emit(scatter, self._flat(), len(kept), self._index(), values)
-        result = self._reshaped(result, [*kept, *(self.shape[dim] for dim in self.chosen)])
-        return self._permuted(result, _inverse([*self.kept, *self.chosen]))
+        result = self.emitter.reshaped(result, [*kept, *(self.shape[dim] for dim in self.chosen)])
+        return self.emitter.permuted(result, _inverse([*self.kept, *self.chosen]))
 
     def _flat(self) -> Ref:
-        operand = self._permuted(self.operand, [*self.kept, *self.chosen])
-        return self._reshaped(operand, [*(self.shape[dim] for dim in self.kept), -1])
+        operand = self.emitter.permuted(self.operand, [*self.kept, *self.chosen])
+        chosen = prod(self.shape[dim] for dim in self.chosen)
+        return self.emitter.reshaped(operand, [*(self.shape[dim] for dim in self.kept), chosen])
 
     def _index(self) -> Ref:
         emit, strides = self.emitter.emit, [self.shape[dim] for dim in self.chosen]
@@ -184,26 +185,15 @@ class _Lookup:
         shape = self.emitter.value(index).shape
         shape = (1,) * (len(self.total) - len(shape)) + shape
         along = [self.rows[dim] for dim in self.kept if dim in self.rows]
-        index = self._permuted(self._reshaped(index, shape), [*along, *self.others])
+        index = self.emitter.permuted(self.emitter.reshaped(index, shape), [*along, *self.others])
         of_rows = [shape[self.rows[dim]] if dim in self.rows else 1 for dim in self.kept]
-        index = self._reshaped(index, [*of_rows, *(shape[dim] for dim in self.others)])
+        index = self.emitter.reshaped(index, [*of_rows, *(shape[dim] for dim in self.others)])
         kept = self.sizes[: len(self.kept)]
-        return self._reshaped(self._expanded(index, self.sizes), [*kept, prod(self.sizes[len(kept) :])])
-
-    # -- views, where they change anything ------------------------------------------------------------------------
-
-    def _reshaped(self, ref: Ref, shape: Sequence[int]) -> Ref:
-        source_shape = self.emitter.value(ref).shape
-        shape = tuple(prod(source_shape) // prod(shape[:-1]) if size == -1 else size for size in shape)
-        return ref if source_shape == shape else self.emitter.emit(aten.reshape.default, ref, shape)
+        return self.emitter.reshaped(self._expanded(index, self.sizes), [*kept, prod(self.sizes[len(kept) :])])
 
     def _expanded(self, ref: Ref, shape: Sequence[int]) -> Ref:
         same = self.emitter.value(ref).shape == tuple(shape)
         return ref if same else self.emitter.emit(aten.expand.default, ref, tuple(shape))
-
-    def _permuted(self, ref: Ref, dims: Sequence[int]) -> Ref:
-        in_order = list(dims) == list(range(len(dims)))
-        return ref if in_order else self.emitter.emit(aten.permute.default, ref, tuple(dims))
 
 
 def _inverse(dims: Sequence[int]) -> list[int]:

@@ -21,10 +21,15 @@ from shardwise.graph.einsum import diagonals
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
 from shardwise.graph.gathered_experts import by_expert, of_expert
 from shardwise.graph.ir import Arg, Graph, Op, Ref
-from shardwise.graph.normalize_layers import LAYER_NORMALIZATIONS, batch_norm_with_statistics, foreign_normalizations
-from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
-from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, drop
+from shardwise.graph.normalize_layers import (
+    LAYER_NORMALIZATIONS,
+    LOSS_NORMALIZATIONS,
+    batch_norm_with_statistics,
+    foreign_normalizations,
+)
+from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, attention
 from shardwise.graph.schema import arguments, by_operator, draws_nothing, is_random, operator_name
+from shardwise.graph.written_out import written_out
 
 aten = torch.ops.aten
 Results = tuple[Arg, ...] | None
@@ -137,49 +142,11 @@ def _aminmax(op: Op, emitter: Emitter) -> Results:
 
 def _batch_norm(op: Op, emitter: Emitter) -> Results:
     """Rewrite batch norm in training mode; ``functionalize`` already made the running statistics mutations."""
-    return (batch_norm_with_statistics(op, emitter)[0],) if arguments(op)["training"] else None
+    results = batch_norm_with_statistics(op, emitter) if arguments(op)["training"] else None
+    return None if results is None else results[:1]
 
 
-# ----------------------------------------------------------------------------------------------------- randomness
-
-
-def _dropout(op: Op, emitter: Emitter) -> Results:
-    args = arguments(op)
-    if not args["train"] or args["p"] == 0:
-        return (args["input"],)
-    return (drop(emitter, args["input"], args["p"]),)
-
-
-def _ones(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
-    return emitter.emit(aten.full.default, shape, 1.0, dtype=dtype)
-
-
-def _feature_dropout(op: Op, emitter: Emitter) -> Results:
-    """Drop whole channels: multiply by a dropout of ones of shape (n, c, 1, ...)."""
-    args = arguments(op)
-    if not args["train"] or args["p"] == 0:
-        return (args["input"],)
-    value = emitter.value(args["input"])
-    noise = drop(emitter, _ones(emitter, (*value.shape[:2], *[1] * (len(value.shape) - 2)), value.dtype), args["p"])
-    return (emitter.emit(aten.mul.Tensor, args["input"], noise),)
-
-
-def _native_dropout(op: Op, emitter: Emitter) -> Results:
-    args = arguments(op)
-    value = emitter.value(args["input"])
-    if not args["train"] and args["train"] is not None:
-        return args["input"], emitter.emit(aten.full.default, value.shape, True, dtype=torch.bool)
-    noise = drop(emitter, _ones(emitter, value.shape, value.dtype), args["p"])
-    return emitter.emit(aten.mul.Tensor, args["input"], noise), emitter.emit(aten.ne.Scalar, noise, 0)
-
-
-def _bernoulli(op: Op, emitter: Emitter) -> Results:
-    """Emit ones with probability p: the kept elements of a dropout of ones with probability 1 - p."""
-    args = arguments(op)
-    value = emitter.value(args["self"])
-    dtype = value.dtype if value.dtype.is_floating_point else torch.float32
-    noise = drop(emitter, _ones(emitter, value.shape, dtype), 1.0 - args["p"])
-    return (emitter.emit(aten.to.dtype, emitter.emit(aten.ne.Scalar, noise, 0), value.dtype),)
+# ------------------------------------------------------------------------------------------------------ attention
 
 
 _WIDEST_HEAD = 256  # of flash kernels on GPUs
@@ -213,32 +180,10 @@ def _of_equal_widths(op: Op, emitter: Emitter) -> Results:
 
 
 def _attention(op: Op, emitter: Emitter) -> Results:
-    """Rewrite attention with dropout: softmax(q k^T * scale + mask), dropped, times v (Vaswani et al. 2017, 3.2.1)."""
-    args = arguments(op)
-    if args["dropout_p"] == 0:
-        return _of_equal_widths(op, emitter)
-    emit = emitter.emit
-    query, key, value, mask = args["query"], args["key"], args["value"], args["attn_mask"]
-    shape = emitter.value(query).shape
-    length, key_length = shape[-2], emitter.value(key).shape[-2]
-    if args["enable_gqa"]:
-        groups = shape[-3] // emitter.value(key).shape[-3]
-        if groups > 1:
-            key = emit(aten.repeat_interleave.self_int, key, groups, -3)
-            value = emit(aten.repeat_interleave.self_int, value, groups, -3)
-    scale = shape[-1] ** -0.5 if args["scale"] is None else args["scale"]
-    scores = emit(aten.matmul.default, emit(aten.mul.Tensor, query, scale), emit(aten.transpose.int, key, -2, -1))
-    if args["is_causal"]:
-        rows = emit(aten.unsqueeze.default, emit(aten.arange.default, length), 1)
-        later = emit(aten.gt.Tensor, emit(aten.arange.default, key_length), rows)
-        scores = emit(aten.masked_fill.Scalar, scores, later, float("-inf"))
-    if mask is not None and emitter.value(mask).dtype == torch.bool:
-        scores = emit(aten.masked_fill.Scalar, scores, emit(aten.logical_not.default, mask), float("-inf"))
-    elif mask is not None:
-        scores = emit(aten.add.Tensor, scores, mask)
-    softmax = aten.softmax.int if mask is None else aten._safe_softmax.default
-    weights = drop(emitter, emit(softmax, scores, -1), args["dropout_p"])
-    return (emit(aten.matmul.default, weights, value),)
+    return _of_equal_widths(op, emitter) if arguments(op)["dropout_p"] == 0 else _DROPPED_ATTENTION(op, emitter)
+
+
+_DROPPED_ATTENTION = written_out(attention)
 
 
 def _mark(op: Op, emitter: Emitter) -> Results:
@@ -265,10 +210,6 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
         "mean mean.dim": _mean,
         "aminmax": _aminmax,
         "batch_norm": _batch_norm,
-        "dropout": _dropout,
-        "feature_dropout": _feature_dropout,
-        "native_dropout": _native_dropout,
-        "bernoulli.p": _bernoulli,
         "scaled_dot_product_attention": _attention,
     },
     {mark_operator._opoverload: _mark, ATTENTION_WITHIN: _of_equal_widths},

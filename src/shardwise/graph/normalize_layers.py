@@ -1,131 +1,105 @@
-"""Decompositions of layers that PyTorch runs as one operator: recurrent ones, embedding bags, weight norm, experts."""
+"""Decompositions of layers that PyTorch runs as one operator: recurrent ones, embedding bags, weight norm, experts; and
+of mean losses, into a sum over the global count.
+
+The mean of the shards' means is not the mean: a shard may have more ignored labels than another. The sum of the shards'
+sums over the global count is exact. Half-precision losses are summed in float32, because the sum may overflow where the
+mean does not.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 from shardwise.graph.emitter import Emitter, Rewrite
 from shardwise.graph.grouped import grouped_mm
-from shardwise.graph.ir import Arg, Op, Ref
-from shardwise.graph.normalize_random import drop
-from shardwise.graph.schema import arguments, by_operator
+from shardwise.graph.ir import Arg, Op
+from shardwise.graph.schema import arguments, aten_operators, by_operator
+from shardwise.graph.written_out import Noise, written_out
 
 aten = torch.ops.aten
 GROUPED_MM: OpOverload = grouped_mm._opoverload
 Results = tuple[Arg, ...] | None
 
 
-def batch_norm_with_statistics(op: Op, emitter: Emitter) -> tuple[Ref, Ref, Ref]:
-    """Emit a training-mode ``aten.batch_norm`` with sums: exact under every split, because they become global sums.
+def _batch_norm_with_statistics(
+    _: Noise, x: Tensor, weight: Tensor | None, bias: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a training-mode ``aten.batch_norm`` with sums: exact under every split, because they become global sums.
 
         mean = sum(x) / n        var = sum((x - mean)^2) / n        y = (x - mean) * rsqrt(var + eps) * weight + bias
 
     Return the result, and the batch's mean and unbiased variance (``sum((x - mean)^2) / (n - 1)``, for the running one:
     Ioffe and Szegedy 2015, algorithm 2), detached, of shape (channels,).
     """
-    args = arguments(op)
-    x: Ref = args["input"]
-    value = emitter.value(x)
-    channels = value.shape[1]
-    per_channel = (1, channels, *[1] * (len(value.shape) - 2))
-    dims = tuple(d for d in range(len(value.shape)) if d != 1)
-    count = prod(value.shape[d] for d in dims)
-    emit = emitter.emit
-    low_precision = value.dtype in (torch.float16, torch.bfloat16)
-    if low_precision:
-        x = emit(aten.to.dtype, x, torch.float32)
-    mean = emit(aten.div.Tensor, emit(aten.sum.dim_IntList, x, dims, True), count)
-    centered = emit(aten.sub.Tensor, x, mean)
-    squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, centered, centered), dims, True)
-    variance = emit(aten.div.Tensor, squares, count)
-    scale = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, args["eps"]))
-    result = emit(aten.mul.Tensor, centered, scale)
-    for name, target in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
-        if args[name] is not None:
-            result = emit(target, result, emit(aten.reshape.default, args[name], per_channel))
-    if low_precision:
-        result = emit(aten.to.dtype, result, value.dtype)
-    unbiased = emit(aten.div.Tensor, squares, max(count - 1, 1))
-
-    def statistic(ref: Ref) -> Ref:
-        flat = emit(aten.reshape.default, ref, (channels,))
-        return emit(aten.detach.default, flat) if emitter.value(flat).requires_grad else flat
-
-    return result, statistic(mean), statistic(unbiased)
+    dtype, channels, eps = x.dtype, x.shape[1], settings[-2]
+    dims = [d for d in range(x.dim()) if d != 1]
+    per_channel = (1, channels, *[1] * (x.dim() - 2))
+    if dtype in _LOW_PRECISION:
+        x = x.to(torch.float32)
+    count = x.numel() // channels
+    mean = x.sum(dims, True) / count
+    centered = x - mean
+    squares = (centered * centered).sum(dims, True)
+    result = centered * (squares / count + eps).rsqrt()
+    if weight is not None:
+        result = result * weight.reshape(per_channel)
+    if bias is not None:
+        result = result + bias.reshape(per_channel)
+    if dtype in _LOW_PRECISION:
+        result = result.to(dtype)
+    unbiased = squares / max(count - 1, 1)
+    return result, mean.reshape(channels).detach(), unbiased.reshape(channels).detach()
 
 
-def _recurrent(op: Op, emitter: Emitter) -> Results:
-    """Rewrite LSTM, GRU and RNN with dropout between layers: one operator per layer, and the global-index dropout."""
-    args = arguments(op)
-    layers = args["num_layers"]
-    if not args["train"] or args["dropout"] == 0:
-        return None
-    states = args["hx"] if isinstance(args["hx"], tuple) else (args["hx"],)
-    directions = 2 if args["bidirectional"] else 1
-    num_params = len(args["params"]) // layers
-    x = args["input"]
-    finals: list[tuple[Ref, ...]] = []
-    for layer in range(layers):
-        first = layer * directions
-        hx = tuple(emitter.emit(aten.slice.Tensor, s, 0, first, first + directions) for s in states)
-        params = args["params"][layer * num_params : (layer + 1) * num_params]
-        rest = (args["has_biases"], 1, 0.0, args["train"], args["bidirectional"], args["batch_first"])
-        x, *last = emitter.emit_as_is(op.target, x, hx if isinstance(args["hx"], tuple) else hx[0], params, *rest)
-        finals.append(tuple(last))
-        if layer < layers - 1:
-            x = drop(emitter, x, args["dropout"])
-    return x, *(emitter.emit(aten.cat.default, together, 0) for together in zip(*finals, strict=True))
+batch_norm_with_statistics = written_out(_batch_norm_with_statistics)
 
 
-def _gates(emitter: Emitter, args: dict[str, Any], count: int) -> tuple[list[Ref], list[Ref]]:
-    """Return the parts of the input, and of the state, in the gates of a recurrent cell."""
-    state = args["hx"][0] if isinstance(args["hx"], tuple) else args["hx"]
+def _gates(input: Tensor, state: Tensor, weights: Sequence[Any], count: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parts of the input, and of the state, in the gates of a recurrent cell. ``weights``: as a cell takes
+    them: of the input and of the state, then their biases."""
     parts = []
-    for x, side in ((args["input"], "ih"), (state, "hh")):
-        whole = emitter.emit(aten.linear.default, x, args[f"w_{side}"], args[f"b_{side}"])
-        size = emitter.value(whole).shape[-1] // count
-        parts.append([emitter.emit(aten.slice.Tensor, whole, -1, n * size, (n + 1) * size) for n in range(count)])
+    for x, weight, bias in zip((input, state), weights[:2], weights[2:], strict=True):
+        whole = torch.nn.functional.linear(x, weight, bias)
+        size = whole.shape[-1] // count
+        parts.append([aten.slice.Tensor(whole, -1, n * size, (n + 1) * size) for n in range(count)])
     return parts[0], parts[1]
 
 
-def _lstm_cell(op: Op, emitter: Emitter) -> Results:
+def _lstm_cell(_: Noise, input: Tensor, hx: Sequence[Tensor], *weights: Any) -> tuple[Tensor, Tensor]:
     """Compute i, f, g, o = parts of W x + V h; c' = f c + i g; h' = o tanh(c') (Hochreiter and Schmidhuber 1997)."""
-    args, emit = arguments(op), emitter.emit
-    parts = [emit(aten.add.Tensor, x, h) for x, h in zip(*_gates(emitter, args, 4), strict=True)]
-    i, f, o = (emit(aten.sigmoid.default, parts[n]) for n in (0, 1, 3))
-    update = emit(aten.mul.Tensor, i, emit(aten.tanh.default, parts[2]))
-    state = emit(aten.add.Tensor, emit(aten.mul.Tensor, f, args["hx"][1]), update)
-    return emit(aten.mul.Tensor, o, emit(aten.tanh.default, state)), state
+    parts = [x + h for x, h in zip(*_gates(input, hx[0], weights, 4), strict=True)]
+    i, f, o = (parts[n].sigmoid() for n in (0, 1, 3))
+    update = i * parts[2].tanh()
+    state = f * hx[1] + update
+    return o * state.tanh(), state
 
 
-def _gru_cell(op: Op, emitter: Emitter) -> Results:
+def _gru_cell(_: Noise, input: Tensor, hx: Tensor, *weights: Any) -> Tensor:
     """Compute h' = n + z (h - n), n = tanh(W x + r V h), for the gates r and z (Cho et al. 2014)."""
-    args, emit = arguments(op), emitter.emit
-    ours, theirs = _gates(emitter, args, 3)
-    r, z = (emit(aten.sigmoid.default, emit(aten.add.Tensor, theirs[n], ours[n])) for n in (0, 1))
-    new = emit(aten.tanh.default, emit(aten.add.Tensor, ours[2], emit(aten.mul.Tensor, theirs[2], r)))
-    left = emit(aten.mul.Tensor, emit(aten.sub.Tensor, args["hx"], new), z)
-    return (emit(aten.add.Tensor, left, new),)
+    ours, theirs = _gates(input, hx, weights, 3)
+    r, z = ((theirs[n] + ours[n]).sigmoid() for n in (0, 1))
+    new = (ours[2] + theirs[2] * r).tanh()
+    return (hx - new) * z + new
 
 
-def _rnn_cell(function: OpOverload, op: Op, emitter: Emitter) -> Results:
+def _rnn_cell(function: Callable[[Tensor], Tensor], _: Noise, input: Tensor, hx: Tensor, *weights: Any) -> Tensor:
     """Compute f(W x + V h)."""
-    (ours,), (theirs,) = _gates(emitter, arguments(op), 1)
-    return (emitter.emit(function, emitter.emit(aten.add.Tensor, ours, theirs)),)
+    (ours,), (theirs,) = _gates(input, hx, weights, 1)
+    return function(ours + theirs)
 
 
-def _weight_norm(op: Op, emitter: Emitter) -> Results:
+def _weight_norm(_: Noise, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Compute ``v g / |v|``, the norm over all dims but one (Salimans and Kingma 2016)."""
-    args = arguments(op)
-    rank, kept = len(emitter.value(args["v"]).shape), args["dim"]
-    dims = None if kept == -1 else tuple(d for d in range(rank) if d != kept % rank)
-    norm = emitter.emit(aten.linalg_vector_norm.default, args["v"], 2, dims, kept != -1)
-    return (emitter.emit(aten.mul.Tensor, args["v"], emitter.emit(aten.div.Tensor, args["g"], norm)),)
+    dims = None if dim == -1 else tuple(d for d in range(v.dim()) if d != dim % v.dim())
+    norm: Tensor = torch.linalg.vector_norm(v, 2, dims, dim != -1)
+    return v * (g / norm)
 
 
 _SUM, _MEAN, _MAX = 0, 1, 2
@@ -134,72 +108,65 @@ _SUM, _MEAN, _MAX = 0, 1, 2
 def _embedding_bag(op: Op, emitter: Emitter) -> Results:
     """Emit sums, means or maxima of embeddings. Bags of equal lengths, which PyTorch makes of a matrix of indices, are
     rows of a matrix; others are added to the row of their bag. Gradients scaled by frequency stay as they are."""
-    call_args, emit = arguments(op), emitter.emit
-    if call_args["scale_grad_by_freq"]:
+    args = arguments(op)
+    if args["scale_grad_by_freq"]:
         return None
-    padding = call_args.get("padding_idx")
-    table = emitter.value(call_args["weight"]).shape[0]
-    padding = None if padding is None else padding % table
-    count = emitter.value(call_args["indices"]).shape[0]
-    rows = emit(aten.embedding.default, call_args["weight"], call_args["indices"])
     others = emitter.emit_as_is(op.target, *op.args, **dict(op.kwargs))[1:]  # dropped if unused
-    if call_args["mode"] == _MAX:
-        return _bag_maxima(emitter, call_args, rows, padding), *others
-    counted = None  # per index, 1 unless it is padding
-    if padding is not None:
-        counted = emit(aten.to.dtype, emit(aten.ne.Scalar, call_args["indices"], padding), emitter.value(rows).dtype)
-    for weights in (call_args["per_sample_weights"], counted):
-        if weights is not None:
-            rows = emit(aten.mul.Tensor, rows, emit(aten.unsqueeze.default, weights, -1))
-    bags, length, bag = _bags(emitter, call_args, count)
+    return *(_bags_of(_length_of_bags(args, emitter))(op, emitter) or ()), *others
 
-    def add(rows: Ref) -> Ref:
-        value = emitter.value(rows)
-        if bag is None:
-            return emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (bags, length, value.shape[1])), (1,))
-        zeros = emit(aten.full.default, (bags, value.shape[1]), 0.0, dtype=value.dtype)
-        return emit(aten.index_add.default, zeros, 0, bag, rows)
+
+def _length_of_bags(args: dict[str, Any], emitter: Emitter) -> int:
+    """Return the length that all bags have, if the offsets tell, else 0."""
+    producer, count = emitter.producer.get(args["offsets"].name), emitter.value(args["indices"]).shape[0]
+    if producer is None or producer.target is not aten.arange.start_step:
+        return 0
+    offsets = arguments(producer)
+    bags, step = emitter.value(args["offsets"]).shape[0] - bool(args["include_last_offset"]), offsets["step"]
+    is_whole = isinstance(step, int) and (offsets["start"], offsets["end"]) == (0, count) and bags * step == count
+    return step if is_whole else 0
+
+
+@cache
+def _bags_of(length: int) -> Rewrite:
+    return written_out(partial(_bags, length))
+
+
+def _bags(length: int, _: Noise, table: Tensor, indices: Tensor, offsets: Tensor, *settings: Any) -> Tensor:
+    """Return the sum, the mean or the maximum of each bag, 0 for an empty one or one of padding only. ``length``: of
+    all bags, or 0."""
+    _scaled, mode, _sparse, weights, include_last, padding, *_more = (*settings, None)
+    bags, (count,) = offsets.shape[0] - bool(include_last), indices.shape
+    rows = torch.nn.functional.embedding(indices, table)
+    columns, is_max, counted = rows.shape[1], mode == _MAX, None
+    if padding is not None:
+        padding %= table.shape[0]
+        counted = None if is_max else (indices != padding).to(rows.dtype)  # per index, 1 unless it is padding
+    for scale in () if is_max else (weights, counted):
+        rows = rows if scale is None else rows * scale.unsqueeze(-1)
+    by_length = length and not (is_max and padding is not None)
+    bag = indices
+    if not by_length:
+        ends = offsets.unsqueeze(0)
+        bag = (torch.arange(count).unsqueeze(1) >= ends).sum((1,)) - 1
+    if is_max and by_length:
+        return rows.reshape(bags, length, columns).max(1)[0]
+    if is_max:
+        if padding is not None:  # in a bag of its own, behind the others
+            bag = bag.masked_fill(indices == padding, bags)
+        zeros = torch.full((bags + 1, columns), 0.0, dtype=rows.dtype)
+        index = bag.unsqueeze(1).expand(count, columns)
+        return zeros.scatter_reduce(0, index, rows, "amax", include_self=False)[:bags]
+
+    def add(rows: Tensor) -> Tensor:
+        if by_length:
+            return rows.reshape(bags, length, rows.shape[1]).sum((1,))
+        return torch.full((bags, rows.shape[1]), 0.0, dtype=rows.dtype).index_add(0, bag, rows)
 
     total = add(rows)
-    if call_args["mode"] == _MEAN:
-        if counted is None:
-            counted = emit(aten.full.default, (count,), 1.0, dtype=emitter.value(rows).dtype)
-        lengths = emit(aten.clamp_min.default, add(emit(aten.unsqueeze.default, counted, -1)), 1)
-        total = emit(aten.div.Tensor, total, lengths)
-    return total, *others
-
-
-def _bags(
-    emitter: Emitter, args: dict[str, Any], count: int, *, is_padded: bool = False
-) -> tuple[int, int, Ref | None]:
-    """Return the number of bags, their length, and the bag of every index; None if all have this length. ``is_padded``:
-    indices are left out, which then lengths do not tell."""
-    emit, producer = emitter.emit, emitter.producer.get(args["offsets"].name)
-    bags = emitter.value(args["offsets"]).shape[0] - bool(args["include_last_offset"])
-    if producer is not None and producer.target is aten.arange.start_step and not is_padded:
-        offsets = arguments(producer)
-        step = offsets["step"]
-        if isinstance(step, int) and (offsets["start"], offsets["end"]) == (0, count) and bags * step == count:
-            return bags, step, None
-    ends = emit(aten.unsqueeze.default, args["offsets"], 0)
-    places = emit(aten.unsqueeze.default, emit(aten.arange.default, count), 1)
-    reached = emit(aten.sum.dim_IntList, emit(aten.ge.Tensor, places, ends), (1,))
-    return bags, 0, emit(aten.sub.Tensor, reached, 1)
-
-
-def _bag_maxima(emitter: Emitter, args: dict[str, Any], rows: Ref, padding: int | None) -> Ref:
-    """Return the maximum of ``[index, ...]`` per bag; 0 for an empty bag or one of padding only."""
-    emit, value = emitter.emit, emitter.value(rows)
-    count, columns = value.shape
-    bags, length, bag = _bags(emitter, args, count, is_padded=padding is not None)
-    if bag is None:
-        return emitter.emit_several(aten.max.dim, emit(aten.reshape.default, rows, (bags, length, columns)), 1)[0]
-    if padding is not None:  # in a bag of its own, behind the others
-        bag = emit(aten.masked_fill.Scalar, bag, emit(aten.eq.Scalar, args["indices"], padding), bags)
-    zeros = emit(aten.full.default, (bags + 1, columns), 0.0, dtype=value.dtype)
-    index = emit(aten.expand.default, emit(aten.unsqueeze.default, bag, 1), (count, columns))
-    largest = emit(aten.scatter_reduce.two, zeros, 0, index, rows, "amax", include_self=False)
-    return emit(aten.slice.Tensor, largest, 0, 0, bags)
+    if mode != _MEAN:
+        return total
+    counted = torch.full((count,), 1.0, dtype=rows.dtype) if counted is None else counted
+    return total / add(counted.unsqueeze(-1)).clamp_min(1)
 
 
 def _grouped_mm(op: Op, emitter: Emitter) -> Results:
@@ -225,13 +192,82 @@ def foreign_normalizations() -> dict[OpOverload, Rewrite]:
 
 LAYER_NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
     {
-        "lstm.input gru.input rnn_tanh.input rnn_relu.input": _recurrent,
-        "lstm_cell": _lstm_cell,
-        "gru_cell": _gru_cell,
-        "rnn_tanh_cell": partial(_rnn_cell, aten.tanh.default),
-        "rnn_relu_cell": partial(_rnn_cell, aten.relu.default),
-        "_weight_norm": _weight_norm,
+        "lstm_cell": written_out(_lstm_cell),
+        "gru_cell": written_out(_gru_cell),
+        "rnn_tanh_cell": written_out(partial(_rnn_cell, torch.tanh)),
+        "rnn_relu_cell": written_out(partial(_rnn_cell, torch.relu)),
+        "_weight_norm": written_out(_weight_norm),
         "_grouped_mm": _grouped_mm,
         "embedding_bag embedding_bag.padding_idx": _embedding_bag,
     }
 )
+
+
+NONE, MEAN, SUM = 0, 1, 2
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def _mean_loss(loss: Callable[[int], Tensor], scores: Tensor, count: Callable[[Tensor], Tensor | int]) -> Tensor:
+    """Divide the sum of a loss by ``count`` of it. ``loss``: by its reduction."""
+    if scores.dtype not in _LOW_PRECISION:
+        total = loss(SUM)
+        return total / count(total)
+    total = loss(NONE).sum(dtype=torch.float32)
+    return (total / count(total)).to(scores.dtype)
+
+
+def _class_loss(
+    operator: OpOverload,
+    _: Noise,
+    scores: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignored: int,
+    *more: Any,
+) -> Any:
+    """Rewrite cross_entropy_loss and nll_loss: divide by the number of labels not ignored, or their classes' weights.
+
+    With probabilities as targets (floating ``target``), divide by the number of samples.
+    """
+
+    def count(total: Tensor) -> Tensor | int:
+        if target.is_floating_point():
+            return scores.numel() // scores.shape[min(scores.dim() - 1, 1)]
+        valid = target != ignored
+        number = valid.to(total.dtype)
+        if weight is not None:
+            number = weight[target.masked_fill(valid.logical_not(), 0)] * number
+        return number.sum()
+
+    if reduction != MEAN:
+        return NotImplemented
+    return _mean_loss(lambda how: operator(scores, target, weight, how, ignored, *more), scores, count)
+
+
+def _element_loss(operator: OpOverload, _: Noise, scores: Tensor, *rest: Any, **named: Any) -> Any:
+    """Rewrite element-wise losses: divide by the number of elements after broadcasting."""
+    place = [argument.name for argument in operator._schema.arguments].index("reduction") - 1
+    if rest[place] != MEAN:
+        return NotImplemented
+    count = prod(torch.broadcast_shapes(*(x.shape for x in (scores, *rest) if isinstance(x, Tensor))))
+
+    def loss(reduction: int) -> Tensor:
+        total: Tensor = operator(scores, *rest[:place], reduction, *rest[place + 1 :], **named)
+        return total
+
+    return _mean_loss(loss, scores, lambda _: count)
+
+
+def _of_each(function: Callable[..., Any], names: str) -> dict[OpOverload, Rewrite]:
+    return {target: written_out(partial(function, target)) for target in aten_operators(names)}
+
+
+LOSS_NORMALIZATIONS: dict[OpOverload, Rewrite] = {
+    **_of_each(_class_loss, "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d"),
+    **_of_each(
+        _element_loss,
+        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+        "soft_margin_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss",
+    ),
+}

@@ -33,25 +33,25 @@ from torch.utils import _pytree as pytree
 
 from shardwise.graph.looking import items_of
 from shardwise.graph.module_state import OF_TORCH, StateReader, snapshot_state
+from shardwise.graph.operator_library import composite
 from shardwise.graph.origins import NOT_USER_CODE
 from shardwise.graph.trees import constant_key, is_constant
 
 LEAST = 4  # modules of a kind: the first, two witnesses and one that is not traced
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
-_LIBRARY.define("enter(Tensor[] operands, int number) -> ()")
-_LIBRARY.define("leave(Tensor[] results, int number) -> ()")
-_LIBRARY.define("repeat(Tensor[] operands, int body, str path) -> Tensor[]")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _BODIES: dict[int, tuple[torch.Tensor, ...]] = {}  # number of a body that is in use -> the results of its call
 _ALL_AT_ONCE = ("__dict__", "__getstate__", "__reduce__", "__reduce_ex__")  # vars, copies
 Place = tuple[str, str]  # path of a module inside another one, name of an attribute
 
 
-for _mark in ("enter", "leave"):  # of the start and the end of a body, while a model is captured
-    _LIBRARY.impl(_mark, lambda tensors, number: None, "CompositeImplicitAutograd")
+def _enter(operands: list[torch.Tensor], number: int) -> None:
+    """Mark the start of a body, while a model is captured."""
 
 
-@torch.library.impl(_LIBRARY, "repeat", "CompositeImplicitAutograd")
+def _leave(results: list[torch.Tensor], number: int) -> None:
+    """Mark the end of a body."""
+
+
 def _repeat(operands: list[torch.Tensor], body: int, path: str) -> list[torch.Tensor]:
     """Return tensors like the results of the body; exists only while a model is captured."""
 
@@ -65,7 +65,7 @@ def _repeat(operands: list[torch.Tensor], body: int, path: str) -> list[torch.Te
     return [like(result) for result in _BODIES[body]]
 
 
-ENTER, LEAVE, REPEAT = (getattr(torch.ops.shardwise, name).default for name in ("enter", "leave", "repeat"))
+ENTER, LEAVE, REPEAT = (composite(function) for function in (_enter, _leave, _repeat))
 for _operator in (ENTER, LEAVE, REPEAT):
     has_side_effect(_operator)
 

@@ -28,7 +28,7 @@ import torch
 
 from shardwise.errors import CaptureError
 from shardwise.graph.ir import Arg, Op, Ref, map_operands
-from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS, MEAN, NONE, SUM
+from shardwise.graph.normalize_layers import LOSS_NORMALIZATIONS, MEAN, NONE, SUM
 from shardwise.graph.rejected import REJECTED
 from shardwise.graph.schema import arguments, has_symbols, is_random, operator_name, tensor_results
 from shardwise.graph.selected_rows import Rows, SelectedRows
@@ -143,8 +143,8 @@ class Selections(SelectedRows):
         shape, dims = self.emitter.value(x).shape, self.emitter.value(mask).shape
         if shape[place : place + len(dims)] != dims or not dims:
             raise self._refusal(op)
-        flat = self._reshaped(mask, (prod(dims),))
-        all_rows = self._reshaped(x, (*shape[:place], prod(dims), *shape[place + len(dims) :]))
+        flat = self.emitter.reshaped(mask, (prod(dims),))
+        all_rows = self.emitter.reshaped(x, (*shape[:place], prod(dims), *shape[place + len(dims) :]))
         self._count(op, val.shape[place], flat)
         rows = Rows(flat, place)
         hidden = self._hidden(rows, len(self.emitter.value(all_rows).shape))
@@ -157,15 +157,15 @@ class Selections(SelectedRows):
         emit, shape = self.emitter.emit, self.emitter.value(mask).shape
         if self.emitter.value(mask).dtype != torch.bool:
             mask = emit(aten.ne.Scalar, mask, 0)
-        flat = self._reshaped(mask, (prod(shape),))
+        flat = self.emitter.reshaped(mask, (prod(shape),))
         if not shape:
             raise self._refusal(op)
         self._count(op, tensor_results(val)[0].shape[0], flat)
         results = []
         for dim, size in enumerate(shape):
             number = emit(aten.arange.default, size)
-            along = self._reshaped(number, tuple(size if d == dim else 1 for d in range(len(shape))))
-            coordinate = self._reshaped(emit(aten.expand.default, along, shape), (prod(shape),))
+            along = self.emitter.reshaped(number, tuple(size if d == dim else 1 for d in range(len(shape))))
+            coordinate = self.emitter.reshaped(emit(aten.expand.default, along, shape), (prod(shape),))
             coordinate = emit(aten.alias.default, coordinate)
             self.rows[coordinate.name] = Rows(flat, 0)
             self.positions[coordinate.name] = mask, dim
@@ -461,7 +461,7 @@ class Selections(SelectedRows):
             mask, place = self._unexpanded(args["mask"]), 0
         rows, shape = self.rows.get(values.name), self.emitter.value(x).shape
         dims = self.emitter.value(mask).shape
-        flat = None if rows is None else self._reshaped(mask, (prod(dims),))
+        flat = None if rows is None else self.emitter.reshaped(mask, (prod(dims),))
         behind = shape[place + len(dims) :]
         fits = shape[place : place + len(dims)] == dims and (not place or "indices" in args)
         if flat is None or rows is None or not fits or self._key(flat.name) != self._key(rows.mask.name):
@@ -475,11 +475,11 @@ class Selections(SelectedRows):
 
         def put() -> Ref:
             is_whole = self.emitter.value(hidden).numel == prod(whole)
-            expanded = emit(aten.expand.default, self._reshaped(hidden, whole) if is_whole else hidden, whole)
-            result = self._reshaped(expanded, shape)
+            expanded = emit(aten.expand.default, self.emitter.reshaped(hidden, whole) if is_whole else hidden, whole)
+            result = self.emitter.reshaped(expanded, shape)
             if args.get("accumulate"):
                 return emit(aten.add.Tensor, x, result)
-            return emit(aten.where.self, self._reshaped(mask, (*dims, *(1,) * len(behind))), result, x)
+            return emit(aten.where.self, self.emitter.reshaped(mask, (*dims, *(1,) * len(behind))), result, x)
 
         return self._accumulated(mask, x, put)
 

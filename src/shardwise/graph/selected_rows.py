@@ -171,13 +171,13 @@ class SelectedRows:
                 aten.permute.default, x, (*range(place), *order, *range(place + len(dims), len(shape)))
             )
         opened = tuple(size if dim in dims else 1 for dim, size in enumerate(sizes))
-        opened_x = self._reshaped(x, (*shape[:place], *opened, *behind))
+        opened_x = self.emitter.reshaped(x, (*shape[:place], *opened, *behind))
         return self.emitter.emit(aten.expand.default, opened_x, (*shape[:place], *sizes, *behind))
 
     def _summed_to(self, rows: Ref, mask: Ref, dims: Sequence[int], place: int) -> Ref:
         """Emit the sums of masked rows, in dim ``place``, over the mask's other dims."""
         shape, sizes = self.emitter.value(rows).shape, self.emitter.value(mask).shape
-        opened = self._reshaped(rows, (*shape[:place], *sizes, *shape[place + 1 :]))
+        opened = self.emitter.reshaped(rows, (*shape[:place], *sizes, *shape[place + 1 :]))
         others = tuple(place + dim for dim in range(len(sizes)) if dim not in dims)
         return self.emitter.emit(aten.sum.dim_IntList, opened, others) if others else opened
 
@@ -190,8 +190,8 @@ class SelectedRows:
         added = [name for name in total.operands if name not in read]
         if len(read) != 1 or len(added) != 1 or self.emitter.values[added[0]].shape != self.emitter.value(values).shape:
             return None
-        shapes = {name: value.shape for name, value in self.emitter.values.items()}
-        return Ref(added[0]) if selects_once(self.emitter.producer, shapes, mask.name, dims) else None
+        is_sum = selects_once(self.emitter.producer, self.emitter.values, mask.name, dims)
+        return Ref(added[0]) if is_sum else None
 
     def _accumulated(self, mask: Ref, before: Ref, added: Callable[[], Ref]) -> Ref:
         """Emit rows added to a value, or put into it, and note it (``graph.expert_loops``)."""
@@ -209,8 +209,8 @@ class SelectedRows:
         emit, size = self.emitter.emit, self.emitter.value(rows.mask).numel
         mask = emit(aten.logical_not.default, rows.mask)
         if rows.copies > 1:
-            mask = emit(aten.expand.default, self._reshaped(mask, (size, 1)), (size, rows.copies))
-        return self._reshaped(mask, tuple(size * rows.copies if dim == rows.dim else 1 for dim in range(rank)))
+            mask = emit(aten.expand.default, self.emitter.reshaped(mask, (size, 1)), (size, rows.copies))
+        return self.emitter.reshaped(mask, tuple(size * rows.copies if dim == rows.dim else 1 for dim in range(rank)))
 
     def _masked(self, ref: Ref, fill: int = 0) -> Ref:
         """Emit a value with ``fill`` in the unselected rows."""
@@ -242,10 +242,6 @@ class SelectedRows:
 
     def _number(self, name: str) -> int:
         return self.numbers.setdefault(name, self.calls.setdefault(name, len(self.calls)))
-
-    def _reshaped(self, ref: Ref, shape: tuple[int, ...]) -> Ref:
-        same = self.emitter.value(ref).shape == shape
-        return ref if same else self.emitter.emit(aten.reshape.default, ref, shape)
 
     def _refusal(self, op: Op, what: str = "", fix: str = _FIX) -> CaptureError:
         name = operator_name(op.target)

@@ -49,12 +49,6 @@ def _reshape(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     return None if op.target is aten.reshape.default else (emitter.emit(aten.reshape.default, _operand(op), size),)
 
 
-def _at_least(rank: int, op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """Rewrite ``atleast_1d`` and similar of several tensors: those with enough dims are returned."""
-    operands: tuple[Arg, ...] = op.args[0]
-    return operands if all(len(emitter.value(ref).shape) >= rank for ref in operands) else None
-
-
 def _broadcast(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     """Rewrite broadcast_tensors: expand every operand to the common shape, if it has another."""
     shape = tuple(torch.broadcast_shapes(*(emitter.value(ref).shape for ref in op.args[0])))
@@ -141,9 +135,6 @@ SIMPLIFICATIONS: dict[OpOverload, Rewrite] = by_operator(
         "type_as to.other": partial(_like, aten.to.dtype, "dtype"),
         "flatten.using_ints": partial(_returned_if, lambda op, x: len(x.shape) == 1),
         "real conj conj_physical resolve_conj resolve_neg": partial(_returned_if, lambda op, x: not x.dtype.is_complex),
-        "atleast_1d.Sequence": partial(_at_least, 1),
-        "atleast_2d.Sequence": partial(_at_least, 2),
-        "atleast_3d.Sequence": partial(_at_least, 3),
         "view _unsafe_view reshape view_as reshape_as": _reshape,
         "expand": partial(_returned_if, lambda op, x: x.shape == op.args[1]),
         "expand_as": partial(_like, aten.expand.default, "shape"),

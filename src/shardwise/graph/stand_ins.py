@@ -20,11 +20,12 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from shardwise.graph.grouped import experts_of, grouped_mm
+from shardwise.graph.operator_library import kernel
 
-_SCHEMA = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
+_LABELS = "Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
 
 
-@torch.library.custom_op("shardwise::ctc_loss", mutates_args=(), schema=f"({_SCHEMA}) -> Tensor")
+@kernel(lambda log_probs, *rest: log_probs.new_empty(log_probs.shape[1]), _LABELS)
 def ctc_loss(log_probs: Tensor, *rest: Any) -> Tensor:
     """Return losses [n], given ``log_probs`` [t, n, c], ``targets`` [n, s] or concatenated, and lengths [n]."""
     if not log_probs.shape[1]:
@@ -34,14 +35,7 @@ def ctc_loss(log_probs: Tensor, *rest: Any) -> Tensor:
     return losses.masked_fill(losses == math.inf, 0) if zero_infinity else losses
 
 
-@ctc_loss.register_fake
-def _(log_probs: Tensor, *rest: Any) -> Tensor:
-    return log_probs.new_empty(log_probs.shape[1])
-
-
-@torch.library.custom_op(
-    "shardwise::ctc_loss_backward", mutates_args=(), schema=f"(Tensor gradient, {_SCHEMA}) -> Tensor"
-)
+@kernel(lambda gradient, log_probs, *rest: torch.empty_like(log_probs), _LABELS)
 def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
     if not log_probs.shape[1]:
         return torch.zeros_like(log_probs)
@@ -50,11 +44,6 @@ def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *rest: Any) -> Tenso
     call = torch.ops.aten._ctc_loss_backward.Tensor
     grad_log_probs: Tensor = call(gradient, log_probs, *lengths, losses, table, blank, zero_infinity)
     return grad_log_probs
-
-
-@_ctc_loss_backward.register_fake
-def _(gradient: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(log_probs)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

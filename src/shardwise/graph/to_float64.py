@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from math import log1p, pi
 from typing import Any
 
 import torch
@@ -25,7 +24,20 @@ from shardwise.graph.custom_operators import dropout_mask, mask_columns, uniform
 from shardwise.graph.float8 import linear
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op
-from shardwise.graph.normalize_random import alpha_scale
+from shardwise.graph.normalize_random import (
+    FILLS,
+    alpha_dropout,
+    attention,
+    bernoulli,
+    dropout,
+    feature_dropout,
+    integers,
+    multinomial,
+    normal_of,
+    recurrent,
+    rrelu,
+    standard_normal,
+)
 from shardwise.graph.segments import keep_checkpointed_values
 from shardwise.graph.switches import default_dtype
 from shardwise.graph.trees import storage_of
@@ -253,69 +265,21 @@ class Reference(TorchFunctionMode):
         drawn: torch.Tensor = uniform(self.seed, self.calls - 1, shape, zeros, shape, shape, dtype)
         return drawn
 
-    def normal(self, shape: Sequence[int]) -> torch.Tensor:
-        """Return normal numbers as ``graph/normalize_random.py`` computes them, from two random calls."""
-        first, second = self.uniform(shape), self.uniform(shape)
-        return (torch.log1p(-first) * -2).sqrt() * torch.cos(second * (2 * pi))
 
-    def attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        """Compute attention with the mask of the next dropout."""
-        if dropout_p == 0:
-            return torch._C._nn.scaled_dot_product_attention(
-                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        if enable_gqa:
-            groups = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-        scores = query @ key.transpose(-1, -2) * (scale if scale is not None else query.shape[-1] ** -0.5)
-        if is_causal:
-            rows, columns = scores.shape[-2:]
-            scores = scores.masked_fill(~torch.ones(rows, columns, dtype=torch.bool).tril(), -torch.inf)
-        if attn_mask is not None:
-            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        return self.drop(scores.softmax(-1), dropout_p) @ value
+def _sized(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return ``rand(size)`` and its like."""
 
-
-def _dropout(
-    mode: Reference, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> torch.Tensor:
-    if not training or p == 0:
-        return input
-    return mode.drop(input, p)
-
-
-def _feature_dropout(mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Drop whole channels."""
-    if not train or p == 0:
-        return input
-    return input * mode.drop(torch.ones(*input.shape[:2], *[1] * (input.dim() - 2), dtype=torch.float64), p)
-
-
-def _sized(draw: str) -> Callable[..., torch.Tensor]:
-    """Return ``rand(size)`` and its like. ``draw``: a method of the mode's class, which may note that numbers are
-    drawn."""
-
-    def sized(mode: Reference, *size: Any, **kwargs: Any) -> Any:
+    def sized(mode: Reference, *size: Any, **kwargs: Any) -> torch.Tensor:
         size = kwargs.get("size") or size
         is_one = len(size) == 1 and not isinstance(size[0], int)  # ``rand((2, 3))``, not ``rand(2, 3)``
-        return getattr(mode, draw)(tuple(size[0]) if is_one else tuple(size))
+        return draw(mode, tuple(size[0]) if is_one else tuple(size))
 
     return sized
 
 
-def _like(draw: str) -> Callable[..., torch.Tensor]:
+def _like(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return ``rand_like(x)`` and its like."""
-    return lambda mode, input, **kwargs: getattr(mode, draw)(tuple(input.shape))
+    return lambda mode, input, **kwargs: draw(mode, tuple(input.shape))
 
 
 def _in_place(
@@ -333,8 +297,7 @@ def _in_place(
 def _randint(mode: Reference, *args: Any, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
     named = dict(zip(("low", "high", "size") if len(args) == 3 else ("high", "size"), args, strict=False)) | kwargs
     low, shape = named.get("low", 0), tuple(named["size"])
-    drawn: torch.Tensor = (mode.uniform(shape) * (named["high"] - low)).floor()
-    return drawn.to(dtype or torch.int64) + int(low)
+    return integers(mode, shape, int(low), named["high"], dtype or torch.int64)
 
 
 def _randint_like(
@@ -342,11 +305,6 @@ def _randint_like(
 ) -> torch.Tensor:
     first, last = bounds if len(bounds) == 2 else (low, bounds[0] if bounds else high)
     return _randint(mode, first, last, tuple(input.shape), dtype=kwargs.get("dtype") or input.dtype)
-
-
-def _uniform_(mode: Reference, shape: Sequence[int], low: float = 0.0, high: float = 1.0, **names: Any) -> torch.Tensor:
-    low, high = names.get("from", low), names.get("to", high)
-    return mode.uniform(shape) * (high - low) + low
 
 
 def _filled(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -364,73 +322,30 @@ def _beside(drawn: torch.Tensor, *operands: Any) -> torch.Tensor:
 
 
 def _bernoulli_(mode: Reference, x: torch.Tensor, p: float | torch.Tensor = 0.5, **kwargs: Any) -> torch.Tensor:
-    if isinstance(p, torch.Tensor):
-        return _filled(x, _beside((mode.uniform(tuple(x.shape)) < p).double(), p))
-    return _filled(x, _bernoulli(mode, x, p).double())
+    return _filled(x, _beside(bernoulli(mode, x.double(), p), p))
 
 
-def _normal_of(mode: Reference, mean: Any, std: Any = 1.0, size: Any = None, **kwargs: Any) -> torch.Tensor:
-    shapes = [tuple(arg.shape) for arg in (mean, std) if isinstance(arg, torch.Tensor)]
-    shift, scale = (arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in (mean, std))
-    drawn = mode.normal(tuple(torch.broadcast_shapes(*shapes)) if shapes else tuple(size)) * scale + shift
-    return _beside(drawn, mean, std)
+def _drawing(function: Callable[..., torch.Tensor], mode: Reference, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Call a function of the graph's normal forms, with zero gradients for operands that it detaches."""
+    call = pytree.tree_map(_wide_argument, (args, kwargs)) if mode.widens else (args, kwargs)
+    drawn = function(mode, *call[0], **call[1])
+    needs_zeros = drawn.is_floating_point() and not drawn.requires_grad
+    return _beside(drawn, *args, *kwargs.values()) if needs_zeros else drawn
 
 
-def _multinomial(
-    mode: Reference, input: torch.Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
-) -> torch.Tensor:
-    shape = tuple(input.shape)
-    if num_samples == 1 or not replacement:
-        return (input / -torch.log1p(-mode.uniform(shape))).topk(num_samples, -1).indices
-    drawn = mode.uniform((*shape[:-1], num_samples)) * input.sum(-1, keepdim=True)
-    return torch.searchsorted(input.cumsum(-1), drawn, right=True).clamp(max=shape[-1] - 1)
+def _attention(mode: Reference, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Compute attention with the mask of the next dropout."""
+    dropped = attention(mode, *args, **kwargs)
+    if dropped is NotImplemented:
+        dropped = torch._C._nn.scaled_dot_product_attention(*args, **kwargs)
+    result: torch.Tensor = dropped
+    return result
 
 
-def _rrelu(
-    mode: Reference, input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
-) -> torch.Tensor:
-    if not training:
-        return torch.rrelu(input, lower, upper, False)
-    return input * torch.where(input <= 0, mode.uniform(tuple(input.shape)) * (upper - lower) + lower, 1.0)
-
-
-def _alpha_dropout(mode: Reference, input: torch.Tensor, p: float, train: bool, *, features: bool) -> torch.Tensor:
-    if not train or p == 0:
-        return input
-    if p == 1:
-        return input * 0.0
-    shape = (*input.shape[:2], *[1] * (input.dim() - 2)) if features else tuple(input.shape)
-    scale, shift = alpha_scale(p)
-    return torch.where(mode.uniform(shape) >= p, input * scale + shift * p, shift * (p - 1))
-
-
-def _bernoulli(mode: Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
-    """With one probability for all, use a dropout of ones, as in ``graph/normalize.py``."""
-    if p is None:
-        return _beside((mode.uniform(tuple(input.shape)) < input).to(input.dtype), input)
-    return _beside((mode.drop(torch.ones(input.shape, dtype=torch.float64), 1 - p) != 0).to(input.dtype), input)
-
-
-def _recurrent(
-    function: Callable[..., tuple[torch.Tensor, ...]], mode: Reference, *args: Any
-) -> tuple[torch.Tensor, ...]:
-    """Run layer by layer if there is dropout between the layers."""
-    if isinstance(args[3], (tuple, list)):  # (data, batch_sizes, hx, params, ...): a packed sequence
-        return function(*args)
-    x, hx, params, has_biases, layers, p, train, bidirectional, batch_first = args
-    if not train or p == 0:
-        return function(*args)
-    states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
-    directions, num_params = 2 if bidirectional else 1, len(params) // layers
-    finals = []
-    for layer in range(layers):
-        sliced = [state[layer * directions : (layer + 1) * directions] for state in states]
-        rest = (has_biases, 1, 0.0, train, bidirectional, batch_first)
-        first = sliced[0] if isinstance(hx, torch.Tensor) else tuple(sliced)
-        x, *last = function(x, first, params[layer * num_params : (layer + 1) * num_params], *rest)
-        finals.append(last)
-        x = mode.drop(x, p) if layer < layers - 1 else x
-    return x, *(torch.cat(together) for together in zip(*finals, strict=True))
+def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]], mode: Reference, *args: Any) -> Any:
+    is_packed = isinstance(args[3], (tuple, list))  # (data, batch_sizes, hx, params, ...)
+    result = NotImplemented if is_packed else recurrent(function, mode, *args)
+    return function(*args) if result is NotImplemented else result
 
 
 def _from_data(function: Callable[..., torch.Tensor], mode: Reference, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -522,46 +437,33 @@ REPLACED: dict[Any, Callable[..., Any]] = {
         for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, _NEW)
     },
     torch.Tensor.__setitem__: _setitem,
-    torch.rand: _sized("uniform"),
-    torch.rand_like: _like("uniform"),
-    torch.randn: _sized("normal"),
-    torch.randn_like: _like("normal"),
+    torch.rand: _sized(Reference.uniform),
+    torch.rand_like: _like(Reference.uniform),
+    torch.randn: _sized(standard_normal),
+    torch.randn_like: _like(standard_normal),
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: lambda mode, n, *, dtype=None, **kwargs: mode.uniform((n,)).argsort().to(dtype or torch.int64),
-    torch.bernoulli: _bernoulli,
-    torch.Tensor.bernoulli: _bernoulli,
     torch.Tensor.bernoulli_: _bernoulli_,
-    torch.Tensor.normal_: partial(_in_place, lambda mode, shape, mean=0.0, std=1.0: mode.normal(shape) * std + mean),
-    torch.Tensor.log_normal_: partial(
-        _in_place, lambda mode, shape, mean=1.0, std=2.0: (mode.normal(shape) * std + mean).exp()
-    ),
-    torch.Tensor.cauchy_: partial(
-        _in_place,
-        lambda mode, shape, median=0.0, sigma=1.0: torch.tan((mode.uniform(shape) - 0.5) * pi) * sigma + median,
-    ),
-    torch.Tensor.geometric_: partial(
-        _in_place, lambda mode, shape, p: (torch.log1p(-mode.uniform(shape)) / log1p(-p)).floor() + 1
-    ),
-    torch.Tensor.random_: partial(_in_place, lambda mode, shape, to: (mode.uniform(shape) * to).floor()),
-    torch.normal: _normal_of,
-    torch.multinomial: _multinomial,
-    torch.Tensor.multinomial: _multinomial,
-    torch.rrelu: _rrelu,
-    torch.alpha_dropout: partial(_alpha_dropout, features=False),
-    torch.feature_alpha_dropout: partial(_alpha_dropout, features=True),
-    torch.Tensor.uniform_: partial(_in_place, _uniform_),
-    torch.Tensor.exponential_: partial(
-        _in_place, lambda mode, shape, lambd=1.0: torch.log1p(-mode.uniform(shape)) / -lambd
-    ),
+    **{
+        replaced: partial(_drawing, function)
+        for replaced, function in (
+            (torch.bernoulli, bernoulli),
+            (torch.Tensor.bernoulli, bernoulli),
+            (torch.normal, normal_of),
+            (torch.multinomial, multinomial),
+            (torch.Tensor.multinomial, multinomial),
+            (torch.rrelu, rrelu),
+            (torch.alpha_dropout, alpha_dropout),
+            (torch.feature_alpha_dropout, partial(alpha_dropout, features=True)),
+            (torch.dropout, dropout),
+            (torch.feature_dropout, feature_dropout),
+        )
+    },
+    **{getattr(torch.Tensor, f"{name}_"): partial(_in_place, draw) for name, draw in FILLS.items()},
     torch._grouped_mm: _grouped_mm,
-    torch.lstm: partial(_recurrent, torch.lstm),
-    torch.gru: partial(_recurrent, torch.gru),
-    torch.rnn_tanh: partial(_recurrent, torch.rnn_tanh),
-    torch.rnn_relu: partial(_recurrent, torch.rnn_relu),
+    **{f: partial(_recurrent, f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     torch.batch_norm: _batch_norm,
-    torch.dropout: _dropout,
-    torch.dropout_: lambda mode, input, p, train: input.copy_(_dropout(mode, input, p, train)),
-    torch.feature_dropout: _feature_dropout,
-    torch.nn.functional.scaled_dot_product_attention: Reference.attention,
+    torch.dropout_: lambda mode, input, p, train: input.copy_(dropout(mode, input, p, train)),
+    torch.nn.functional.scaled_dot_product_attention: _attention,
 }

@@ -9,12 +9,12 @@ from shardwise.errors import PlanError
 from shardwise.graph.float8 import E4M3
 from shardwise.graph.ir import Graph, Source
 from shardwise.graph.naming import value_name
-from shardwise.graph.normalize_random import SEED
+from shardwise.graph.written_out import SEED
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
-from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.text import format_dtype, format_layout, format_move
+from shardwise.layouts.transfer import Renaming
 from shardwise.plans.entries import (
     CollectiveEntry,
     ConversionEntry,

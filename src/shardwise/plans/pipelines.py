@@ -37,9 +37,8 @@ from shardwise.graph.ir import Graph
 from shardwise.graph.stage_marks import check_marks, marked_parts, marks_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.text import format_dtype, format_layout
-from shardwise.layouts.transfer import on_mesh
+from shardwise.layouts.transfer import Renaming, on_mesh
 from shardwise.plans.bind_stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.listing import stage_of

@@ -10,7 +10,7 @@ from typing import Any, Self
 from shardwise.costs.pipeline_simulation import PipelinePrediction
 from shardwise.costs.prediction import Prediction
 from shardwise.errors import PlanError
-from shardwise.graph.head_losses import fused_heads
+from shardwise.graph.head_loss import fused_heads
 from shardwise.graph.step_precision import MODELS_OWN, Precision
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -88,7 +88,7 @@ class PlanData:
 
     @property
     def fused_heads(self) -> frozenset[str]:
-        """Return which heads are one operator with their cross entropy (``graph.head_losses``)."""
+        """Return which heads are one operator with their cross entropy (``graph.head_loss``)."""
         return fused_heads((entry.name, entry.target) for stage in self.stages for entry in stage.operators)
 
     @property

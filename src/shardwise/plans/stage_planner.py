@@ -22,7 +22,7 @@ from shardwise.errors import NothingFits, listed
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.capture import Capture
 from shardwise.graph.cut import GraphCut
-from shardwise.graph.form import GraphForm
+from shardwise.graph.folding import GraphForm
 from shardwise.graph.ir import Graph
 from shardwise.graph.segments import Segment
 from shardwise.layouts.mesh import Mesh

@@ -30,13 +30,11 @@ from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
 from shardwise.programs.exchanges import ExchangeWriter
 from shardwise.programs.float8_gathers import operand_name, rounded_name
 from shardwise.programs.forms import Form
-from shardwise.programs.fuse_bias import with_biases
-from shardwise.programs.fused_products import with_fused_products
+from shardwise.programs.fused_products import with_biases, with_fused_products
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, Origin, with_operands
 from shardwise.programs.keyed_rows import CountRows, ReadCounts
 from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.moves import converted_form
-from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.overlap_messages import with_chunks_beside_products, with_rows_beside_products
 from shardwise.programs.program import LocalOp, LocalProgram, busiest_rank, localize
 from shardwise.programs.rank_program import RankProgram, delivered_values, mark_overwrites, with_saved
@@ -45,7 +43,9 @@ from shardwise.programs.spmd_steps import Conversion, OpStep, collectives_of
 from shardwise.programs.vjp import (
     BackwardTrace,
     Call,
+    Differentiate,
     ForwardTrace,
+    Record,
     VjpCache,
     counting_rows,
     needed_kernels,

@@ -20,8 +20,8 @@ from functools import cached_property
 import torch
 
 from shardwise.graph.ir import Ref, needed_for, refs
-from shardwise.graph.normalize_random import SEED
 from shardwise.graph.schema import is_random, is_view, may_be_view, operator_name
+from shardwise.graph.written_out import SEED
 from shardwise.programs.casts import computed_name
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import (

@@ -32,9 +32,9 @@ from shardwise.programs.instructions import (
     with_operands,
 )
 from shardwise.programs.keyed_rows import ReadCounts
-from shardwise.programs.opaque import Record
 from shardwise.programs.rank_program import RankProgram, with_saved
 from shardwise.programs.spmd import SpmdProgram
+from shardwise.programs.vjp import Record
 
 AGAIN = "^"  # name suffix of recomputed values
 

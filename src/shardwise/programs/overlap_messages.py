@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardwise.graph.ir import needed_for
 from shardwise.programs.buckets import cuts_windows
 from shardwise.programs.instructions import (
     Arrive,
@@ -100,13 +101,14 @@ def _overlapped(instructions: Sequence[Instruction], products: frozenset[str]) -
         following, end = (*exchanges[number + 1 :], len(instructions), len(instructions))[:2]
         later = [i for i in range(exchange + 1, end) if i not in away]
         free = _independent(instructions, exchange, later, root)
-        is_free = set(free)
         computes = ((i, one) for i in free if isinstance(one := instructions[i], Compute) and not one.is_view)
         of_products = [i for i, one in computes if one.origin.op in products]
         shared = [i for i in of_products if i > following]  # which the next exchange could have as well
         taken = [*(i for i in of_products if i < following), *shared[: (len(shared) + 1) // 2]]
         if taken:
-            beside[exchange] = moved = sorted(_with_operands(instructions, taken, is_free))
+            results = [name for i in taken for name in instructions[i].results]
+            needed = needed_for(results, [instructions[i] for i in free])[1]
+            beside[exchange] = moved = [i for i in free if needed.intersection(instructions[i].results)]
             away.update(moved)
     order: list[Instruction] = []
     for i, instruction in enumerate(instructions):
@@ -139,16 +141,3 @@ def _independent(
         waiting.update((instruction.copy,) if isinstance(instruction, Land) else instruction.results)
         written.update(root.get(name, name) for name in instruction.writes)
     return free
-
-
-def _with_operands(instructions: Sequence[Instruction], taken: Sequence[int], free: set[int]) -> set[int]:
-    """Return the positions with those of the kernels among ``free`` that compute their operands."""
-    maker = {name: i for i in free for name in instructions[i].results}
-    positions: set[int] = set()
-    waiting = list(taken)
-    while waiting:
-        position = waiting.pop()
-        if position not in positions:
-            positions.add(position)
-            waiting += [maker[name] for name in instructions[position].operands if name in maker]
-    return positions

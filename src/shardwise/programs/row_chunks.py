@@ -22,11 +22,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import torch
+
 from shardwise.errors import LayoutError
 from shardwise.graph.custom_operators import RANDOM
 from shardwise.graph.disjoint import DisjointSets
 from shardwise.graph.ir import Graph, Op, Ref, Value, refs, rename_operands
-from shardwise.graph.row_chunks import JOIN_ROWS, SPLIT_ROWS
+from shardwise.graph.operator_library import composite
 from shardwise.graph.schema import is_random
 from shardwise.layouts.choice import BY_KEY, REPLICATED, AxisChoice, PassSum, ShardPosition, ShardPositions, Split
 from shardwise.layouts.layout import Atom, Layout, common_atoms
@@ -36,6 +38,24 @@ from shardwise.programs.builder import Choice, gradient_free
 from shardwise.programs.lower import PlacedOp
 from shardwise.rules.rule import Dims, Factor, LocalContext, LocalOpCall, OpRule, Piece, base_name
 
+
+def _split_rows(x: torch.Tensor, dim: int, blocks: int, chunks: int) -> list[torch.Tensor]:
+    """Return a tensor in chunks of its rows. These are in ``blocks``, such as one per device that has a part of them:
+    chunk i has the i-th part of every block, so that a device finds its part of every chunk in its own block."""
+    rows = x.shape[dim] // max(blocks * chunks, 1)
+    parts = x.unflatten(dim, (blocks, chunks, rows)).unbind(dim + 1)
+    return [part.flatten(dim, dim + 1).contiguous() for part in parts]
+
+
+def _join_rows(chunks: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
+    """Return the tensor of its chunks."""
+    if blocks == 1:
+        return torch.cat(list(chunks), dim)
+    rows = chunks[0].shape[dim] // max(blocks, 1)
+    return torch.stack([chunk.unflatten(dim, (blocks, rows)) for chunk in chunks], dim + 1).flatten(dim, dim + 2)
+
+
+SPLIT_ROWS, JOIN_ROWS = composite(_split_rows), composite(_join_rows)
 SMALLEST_SHARE = 16  # smaller messages than this part of the largest one, such as sums of a loss, are not worth two
 _Node = tuple[str, ShardPosition]  # the rows of a value
 

@@ -152,7 +152,7 @@ class SpmdProgram:
                 continue
             for conversion in step.conversions:
                 op = self.graph.op_by_name.get(conversion.op)
-                is_bias = behind and op is not None and op.target is torch.ops.aten.add.Tensor  # (programs.fuse_bias)
+                is_bias = behind and op is not None and op.target is torch.ops.aten.add.Tensor  # (fused_products)
                 places[conversion.result] = products - is_bias
         return places
 

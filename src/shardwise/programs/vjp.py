@@ -7,6 +7,9 @@ values that autograd would have saved, and both use the kernels that PyTorch wou
 
 Names inside a kind: operands ``0``, ``1``, ...; results of forward kernels ``f0``, ``f1``, ...; results of backward
 kernels ``b0``, ...; cotangents of the results ``c0``, ``c1``, ... by position.
+
+Calls that cannot be traced run with autograd, inside of two instructions whose targets are no operators: ``Record``
+runs the call and returns its detached results and a tape; ``Differentiate`` runs the tape's backward.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -75,7 +79,7 @@ class BackwardTrace:
     """A call in backward. ``kernels``: in order, beginning with those of forward that are repeated, such as views;
     ``cotangents``: per operand the name of its cotangent, or None. ``needs``: names of forward that it reads, including
     operands and results. ``whole``: whether forward can stay a single call, because backward needs only its operands
-    and results. ``opaque``: autograd computes it (``programs.opaque``)."""
+    and results. ``opaque``: autograd computes it (``programs.vjp``)."""
 
     kernels: tuple[Compute, ...]
     cotangents: tuple[str | None, ...]
@@ -136,7 +140,7 @@ class VjpCache:
                 traced = self._traced.pop(of_forward, None) or _TracedKernels(call, operands, self.device)
                 kind = traced.backward(cotangents)
                 _BACKWARD.keep(call[0], key, kind)
-            except Exception as error:  # autograd runs calls that cannot be traced: see ``programs.opaque``
+            except Exception as error:  # autograd runs calls that cannot be traced: see ``programs.vjp``
                 self.untraceable[str(call[0])] = str(error).split("\n", 1)[0]
                 kind = _opaque_backward(operands, self.forward(call, operands), cotangents)
         self._backward[key] = kind
@@ -435,7 +439,7 @@ def _workspace(kernels: Sequence[Compute], results: Sequence[str]) -> int:
 def _opaque_backward(
     operands: tuple[Form, ...], forward: ForwardTrace, cotangents: tuple[Form | None, ...]
 ) -> BackwardTrace:
-    """Return the backward of a call that autograd differentiates in one instruction (``programs.opaque``)."""
+    """Return the backward of a call that autograd differentiates in one instruction (``programs.vjp``)."""
     flows = any(form.requires_grad for c, form in zip(cotangents, forward.forms, strict=True) if c is not None)
     names = tuple(f"b{i}" if flows and form.requires_grad else None for i, form in enumerate(operands))
     forms = tuple(
@@ -448,3 +452,47 @@ def _opaque_backward(
 @lru_cache(maxsize=1)
 def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode()
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueTape:
+    """Results of one recorded call with their autograd history, and its operands that need a gradient."""
+
+    results: Sequence[Tensor]
+    operands: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Maps operands to (results of the call in order, tape). ``wanted``: per operand whether it needs a gradient."""
+
+    call: Call
+    wanted: tuple[bool, ...]
+
+    def __call__(self, *operands: Tensor) -> tuple[Any, ...]:
+        target, args, kwargs = self.call
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_(w) for tensor, w in zip(operands, self.wanted, strict=True)]
+
+            def operand(name: str) -> Tensor:
+                return leaves[int(name)]
+
+            named = {key: filled(arg, operand) for key, arg in kwargs}
+            returned = target(*filled(args, operand), **named)
+        results = [item for item in tree_leaves(returned) if isinstance(item, Tensor)]
+        tape = OpaqueTape(results, [leaf for leaf in leaves if leaf.requires_grad])
+        return (*(result.detach() for result in results), tape)
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiate:
+    """Maps (tape, cotangents) to the cotangents of the operands that need one. ``has_cotangent``: of each result."""
+
+    has_cotangent: tuple[bool, ...]
+
+    def __call__(self, tape: OpaqueTape, *cotangents: Tensor) -> tuple[Tensor, ...]:
+        results = [result for result, has_one in zip(tape.results, self.has_cotangent, strict=True) if has_one]
+        gradients = torch.autograd.grad(
+            results, list(tape.operands), list(cotangents), allow_unused=True, materialize_grads=True, retain_graph=True
+        )
+        return tuple(gradient.contiguous() for gradient in gradients)

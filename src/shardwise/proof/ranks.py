@@ -21,7 +21,7 @@ from shardwise.costs.pipeline_simulation import Action
 from shardwise.errors import ShardwiseError
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref, Source
-from shardwise.graph.normalize_random import SEED
+from shardwise.graph.written_out import SEED
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind_stages import BoundStages, only_read

@@ -20,10 +20,10 @@ from shardwise.graph.float8 import rounded_weights
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.loss_terms import cut_terms
-from shardwise.graph.normalize_random import SEED
 from shardwise.graph.step_precision import Precision
 from shardwise.graph.to_float64 import WIDE, Dtypes, Reference, reference_mode
 from shardwise.graph.trees import flatten_output, flatten_with_path, leaf_name, storage_of
+from shardwise.graph.written_out import SEED
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.separate_batches import FIRST, TermGraphs
 from shardwise.proof.errors_by_tensor import Values

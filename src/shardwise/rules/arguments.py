@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 from torch._ops import OpOverload
@@ -93,6 +93,24 @@ def with_pieces(op: Op, pieces: Sequence[Piece], **changes: Arg) -> LocalOpCall:
     """Return the call of ``op`` with the given pieces as its ``sizes``, ``offsets`` and ``lengths``."""
     sizes, offsets, lengths = flat_pieces(pieces)
     return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths, **changes)
+
+
+def at_pieces(factor: str) -> Localize:
+    """Return ``localize`` of an operator that takes the rank's pieces of a factor."""
+    return lambda op, context: with_pieces(op, context.pieces[factor])
+
+
+def of_pieces(
+    kernel: OpOverload, factors: Sequence[str], before: Callable[[Op], tuple[Arg, ...]], *after: Arg
+) -> Localize:
+    """Return ``localize`` to a kernel that takes the rank's pieces of factors between other arguments; for ranks with a
+    part of one of them."""
+
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        pieces = (numbers for name in factors for numbers in flat_pieces(context.pieces[name]))
+        return LocalOpCall(kernel, (*before(op), *pieces, *after))
+
+    return if_split(localize, *factors)
 
 
 def flat_pieces(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -57,16 +58,7 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
     leading = leading_names(rank - 3) + (("h",) if rank >= 3 else ())
     heads = ("g", "r") if grouped else ("h",)
     batch = tuple(heads if name == "h" else (name,) for name in leading)
-    sizes_of_result = graph.by_name[op.results[0]].shape
-
-    def tensor(shape: tuple[int, ...], *last: tuple[str, ...], shared: bool = False) -> Dims:
-        named = zip(reversed(batch), reversed(sizes_of_result[:-2]), reversed(shape[:-2]), strict=False)
-        dims = [
-            ("g",) if shared and grouped and factors == heads else factors if size == own else ()
-            for factors, size, own in named
-        ]
-        return (*reversed(dims), *last)
-
+    of = partial(_leading, batch, graph.by_name[op.results[0]].shape[:-2])
     if grouped and value[-3] != key[-3]:
         return None
     if ring == "zigzag" and not (args.get("is_causal") and "attn_mask" not in positions):
@@ -74,9 +66,9 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
     t, s = (ring, ring) if ring else ("t", "s")
     band = EVERYTHING
     operands = [
-        tensor(query, (t,), ("d",)),
-        tensor(key, (s,), ("d",), shared=True),
-        tensor(value, (s,), ("e",), shared=True),
+        (*of(query[:-2]), (t,), ("d",)),
+        (*of(key[:-2], shared=True), (s,), ("d",)),
+        (*of(value[:-2], shared=True), (s,), ("e",)),
     ]
     if op.target is ATTENTION_WITHIN:
         band = band_between(args["first"], args["end"], graph)
@@ -91,7 +83,7 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
             return None
         rows: tuple[str, ...] = (t,) if mask[-2] == query[-2] else ()
         columns: tuple[str, ...] = ("s",) if mask[-1] == key[-2] else ()
-        operands.append(tensor(mask, rows, columns))
+        operands.append((*of(mask[:-2]), rows, columns))
     result: Dims = (*batch, (t,), ("e",))
     kinds: dict[str, FactorKind] = (
         {ring: "lowered", "s": "whole", "d": "whole"} if ring else {"s": "lowered", "d": "lowered"}
@@ -109,6 +101,16 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
         lowering=_lowering(op, ring, band),
     )
     return replace(rule, kernel=_kernel)
+
+
+def _leading(
+    batch: Sequence[tuple[str, ...]], sizes: Sequence[int], shape: Sequence[int], *, shared: bool = False
+) -> Dims:
+    """Return the factors of the dims of a tensor before rows and columns: () where it is broadcast. ``batch``,
+    ``sizes``: of the result; ``shared``: whether groups of heads have one of its heads."""
+    named = zip(reversed(batch), reversed(sizes), reversed(shape), strict=False)
+    dims = [("g",) if shared and f == ("g", "r") else f if size == own else () for f, size, own in named]
+    return tuple(reversed(dims))
 
 
 def _lowering(op: Op, ring: str, band: Band) -> Lowering:
@@ -159,15 +161,7 @@ def _ring_step(op: Op, graph: Graph) -> OpRule:
     names: list[tuple[str, ...]] = [(name,) for name in leading_names(len(lead))]
     if grouped:
         names[-1] = ("g", "r")
-
-    def leading(shape: tuple[int, ...], shared: bool = False) -> Dims:
-        named = zip(reversed(names), reversed(lead), reversed(shape), strict=False)
-        dims = [
-            ("g",) if shared and factors == ("g", "r") else factors if size == whole else ()
-            for factors, whole, size in named
-        ]
-        return tuple(reversed(dims))
-
+    leading = partial(_leading, names, lead)
     out: Dims = (*names, ("n",), ("t",), ("e",))
     log_sum: Dims = (*names, ("n",), ("t",))
     of_operand: dict[str, Dims] = {

@@ -15,10 +15,9 @@ from typing import Final
 
 import torch
 
-from shardwise.graph.intervals import Intervals
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value
 from shardwise.graph.positions import evaluate_known_values
-from shardwise.graph.predicates import Abstract, IntervalSelect
+from shardwise.graph.predicates import Abstract, Intervals, IntervalSelect
 
 aten = torch.ops.aten
 

@@ -26,8 +26,8 @@ from shardwise.graph.flash import (
     row_ranges,
     runs_of,
 )
+from shardwise.graph.operator_library import composite
 from shardwise.graph.schema import AnyCall, arguments
-from shardwise.rules.local_kernels import _ATOMS, _define
 
 
 def scale_of(scale: float | None, query: Tensor) -> float:
@@ -187,16 +187,12 @@ def _blocks_first(out: Tensor, log_sum: Tensor) -> Attended:
     )
 
 
-ATTENTION_ROWS: Final = _define(
-    "attention_rows(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, bool enable_gqa, "
-    f"float? scale, {_ATOMS}) -> Tensor",
-    _attention_rows,
-)
+ATTENTION_ROWS: Final = composite(_attention_rows)
 _RING_CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? first, Tensor? end, bool causal, float scale, int[] band, "
     "int step, int number, int chunks, int[] blocks"
 )
-RING_STEP: Final = _define(f"ring_step(Tensor? out, Tensor? log_sum, {_RING_CALL}) -> (Tensor, Tensor)", _ring_step)
-RING_GRADIENTS: Final = _define(
-    f"ring_gradients(Tensor(a) out, Tensor log_sum, {_RING_CALL}) -> Tensor(a)", _ring_gradients
+RING_STEP: Final = composite(_ring_step, _RING_CALL)
+RING_GRADIENTS: Final = composite(
+    _ring_gradients, schema=f"ring_gradients(Tensor(a) out, Tensor log_sum, {_RING_CALL}) -> Tensor(a)"
 )

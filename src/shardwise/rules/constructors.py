@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, by_operator
-from shardwise.rules.arguments import block_offset, flat_pieces, if_split, replace_arguments
+from shardwise.rules.arguments import block_offset, flat_pieces, if_split, of_pieces, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, rule, single, whole_rule
 from shardwise.rules.local_kernels import EYE_BLOCK, LINSPACE_BLOCK, RANGE_BLOCK
 from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule
@@ -49,12 +49,9 @@ def _range(op: Op, graph: Graph) -> OpRule:
 def _block(kernel: OpOverload, taken: Sequence[str], names: str, op: Op, graph: Graph) -> OpRule:
     """Made by a kernel that takes some of the arguments and the part of every dim."""
     args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        pieces = (numbers for name in names for numbers in flat_pieces(context.pieces[name]))
-        return LocalOpCall(kernel, (*(args[name] for name in taken), *pieces, dtype, args["device"]))
-
-    return build(op, graph, [], [single(names)], localize=if_split(localize, *names))
+    before = tuple(args[name] for name in taken)
+    localize = of_pieces(kernel, names, lambda op: before, dtype, args["device"])
+    return build(op, graph, [], [single(names)], localize=localize)
 
 
 def _spaced(op: Op, graph: Graph) -> OpRule:

@@ -13,7 +13,7 @@ from shardwise.graph.custom_operators import RANDOM
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, is_random
-from shardwise.rules.arguments import flat_pieces
+from shardwise.rules.arguments import at_pieces
 from shardwise.rules.binding import RuleTable, build, single
 from shardwise.rules.keyed_rows import IMBALANCE, KeyedRows, copies_of, keyed
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Piece
@@ -21,15 +21,11 @@ from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, Op
 
 def grouped_mm_rule(op: Op, graph: Graph) -> OpRule:
     """``s k, e k n, (s r) -> (s r) n``: a part of the experts computes their rows and gives 0 for the others."""
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return LocalOpCall(op.target, (*op.args[:3], *flat_pieces(context.pieces["e"]), *op.args[6:]))
-
     (tokens, _), (rows,) = (graph.by_name[op.operands[i]].shape for i in (0, 2))
     of_rows = ("s", "r") if rows != tokens else ("s",)
     operands: list[Dims] = [single(["s", "k"]), single(["e", "k", "n"]), (of_rows,)]
     kinds: dict[str, FactorKind] = {"k": "sum", "e": "sum"}
-    rule = build(op, graph, operands, [(of_rows, ("n",))], kinds=kinds, linear=((0,), (1,)), localize=localize)
+    rule = build(op, graph, operands, [(of_rows, ("n",))], kinds=kinds, linear=((0,), (1,)), localize=at_pieces("e"))
     copies, num_experts = max(rows // max(tokens, 1), 1), graph.by_name[op.operands[1]].shape[0]
     follow = KeyedRows((f"K{copies}", "e", "K1"), ("K1",), op.operands[2], num_experts, arguments(op)["skips"], copies)
     return replace(rule, keyed=follow)

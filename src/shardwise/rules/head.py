@@ -9,10 +9,10 @@ from torch import Tensor
 
 from shardwise.graph.head_loss import HEAD_LOSS, HEAD_TERMS, head_loss
 from shardwise.graph.ir import Graph, Op
-from shardwise.rules.arguments import with_pieces
+from shardwise.rules.arguments import at_pieces
 from shardwise.rules.binding import RuleTable, build, leading_names, single
 from shardwise.rules.lowerings.losses import NONE, cross_entropy_loss
-from shardwise.rules.rule import FactorKind, LocalContext, LocalOpCall, OpRule
+from shardwise.rules.rule import FactorKind, OpRule
 
 
 def _over_split_classes(
@@ -38,12 +38,8 @@ def head_terms_rule(op: Op, graph: Graph) -> OpRule:
     """``p n k, ... m k, ... m -> p ... m``, three results: parallel in parts of the classes and in rows."""
     rank = len(graph.by_name[op.operands[1]].shape)
     rows = (*leading_names(rank - 2), "m") if rank >= 2 else ()
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return with_pieces(op, context.pieces["p"])
-
     operands, kinds = [single("pnk"), single([*rows, "k"]), single(rows)], dict[str, FactorKind](n="whole", k="whole")
-    return build(op, graph, operands, [single(["p", *rows])] * 3, kinds=kinds, localize=localize)
+    return build(op, graph, operands, [single(["p", *rows])] * 3, kinds=kinds, localize=at_pieces("p"))
 
 
 HEAD: RuleTable = {HEAD_LOSS: head_loss_rule, HEAD_TERMS: head_terms_rule}

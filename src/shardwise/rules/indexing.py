@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, by_operator
-from shardwise.rules.arguments import broadcast_shape, flat_pieces, if_split, normal_dim
+from shardwise.rules.arguments import broadcast_shape, flat_pieces, if_split, normal_dim, of_pieces
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single, with_dim
 from shardwise.rules.local_kernels import (
     EMBEDDING_ROWS,
@@ -18,7 +17,7 @@ from shardwise.rules.local_kernels import (
     INDEX_SELECT_ROWS,
     ONE_HOT_CLASSES,
 )
-from shardwise.rules.rule import Dims, FactorKind, LocalContext, Localize, LocalOpCall, OpRule
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule
 
 aten = torch.ops.aten
 
@@ -27,16 +26,6 @@ _FIRST = ((0,),)
 
 def _shapes(op: Op, graph: Graph) -> list[tuple[int, ...]]:
     return [graph.by_name[name].shape for name in op.operands]
-
-
-def _of_own_rows(kernel: OpOverload, place: int) -> Localize:
-    """Return the local call of a lookup along dim ``place``, the factor v: of the rows that the rank holds."""
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        x, ids = op.operands
-        return LocalOpCall(kernel, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
-
-    return if_split(localize, "v")
 
 
 def embedding_rule(op: Op, graph: Graph) -> OpRule:
@@ -48,13 +37,10 @@ def embedding_rule(op: Op, graph: Graph) -> OpRule:
     if args["scale_grad_by_freq"]:  # the frequencies are those of the whole batch
         kinds = dict.fromkeys(("v", *leading), "whole")
 
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        table, ids = op.operands
-        return LocalOpCall(EMBEDDING_ROWS, (Ref(table), Ref(ids), padding, *flat_pieces(context.pieces["v"])))
-
+    localize = of_pieces(EMBEDDING_ROWS, "v", lambda op: (*map(Ref, op.operands), padding))
     result = single([*leading, "e"])
     operands = [single(["v", "e"]), single(leading)]
-    return build(op, graph, operands, [result], kinds=kinds, linear=_FIRST, localize=if_split(localize, "v"))
+    return build(op, graph, operands, [result], kinds=kinds, linear=_FIRST, localize=localize)
 
 
 def aligned_dims(shape: Sequence[int], index: Sequence[int], place: int) -> tuple[Dims, Dims, dict[str, FactorKind]]:
@@ -85,7 +71,7 @@ def gather_rule(op: Op, graph: Graph) -> OpRule | None:
     place = normal_dim(arguments(op)["dim"], len(shape))
     operand, indices, kinds = aligned_dims(shape, index, place)
 
-    localize = _of_own_rows(GATHER_ROWS, place)
+    localize = of_pieces(GATHER_ROWS, "v", lambda op: (Ref(op.operands[0]), place, Ref(op.operands[1])))
     kinds |= {"v": "sum"}
     return build(op, graph, [operand, indices], [indices], kinds=kinds, linear=_FIRST, localize=localize)
 
@@ -104,7 +90,7 @@ def index_select_rule(op: Op, graph: Graph) -> OpRule:
     place = normal_dim(arguments(op)["dim"], len(shape))
     names = dim_names(len(shape))
 
-    localize = _of_own_rows(INDEX_SELECT_ROWS, place)
+    localize = of_pieces(INDEX_SELECT_ROWS, "v", lambda op: (Ref(op.operands[0]), place, Ref(op.operands[1])))
     operands, results = [with_dim(names, place, "v"), single(["i"])], [with_dim(names, place, "i")]
     return build(op, graph, operands, results, kinds={"v": "sum"}, linear=_FIRST, localize=localize)
 
@@ -156,11 +142,8 @@ def one_hot_rule(op: Op, graph: Graph) -> OpRule | None:
     if arguments(op)["num_classes"] < 0:
         return None
     names = dim_names(len(_shapes(op, graph)[0]))
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return LocalOpCall(ONE_HOT_CLASSES, (Ref(op.operands[0]), *flat_pieces(context.pieces["c"])))
-
-    return build(op, graph, [single(names)], [single([*names, "c"])], localize=if_split(localize, "c"))
+    localize = of_pieces(ONE_HOT_CLASSES, "c", lambda op: (Ref(op.operands[0]),))
+    return build(op, graph, [single(names)], [single([*names, "c"])], localize=localize)
 
 
 INDEXING: RuleTable = by_operator(

@@ -13,20 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.graph.head_loss import check_labels, checked_labels
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.labels import check_labels, checked_labels
-from shardwise.rules.arguments import with_pieces
+from shardwise.graph.operator_library import kernel
+from shardwise.rules.arguments import at_pieces
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.local_kernels import local_index
-from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule
+from shardwise.rules.rule import OpRule
 
 
-@torch.library.custom_op(
-    "shardwise::label_terms",
-    mutates_args=(),
-    schema="(Tensor scores, Tensor maximum, Tensor index, int dim, int[] sizes, int[] offsets, int[] lengths)"
-    " -> (Tensor, Tensor)",
-)
+@kernel(lambda scores, maximum, index, *rest: (scores.new_empty(index.shape), scores.new_empty(index.shape)))
 def label_terms(
     scores: Tensor, maximum: Tensor, index: Tensor, dim: int, *atoms: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -43,11 +39,6 @@ def label_terms(
     local, mine = local_index(index, *atoms)
     picked = scores.gather(dim, local.unsqueeze(dim)) - maximum
     return total, torch.where(mine, picked.squeeze(dim), 0)
-
-
-@label_terms.register_fake
-def _(scores: Tensor, maximum: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return scores.new_empty(index.shape), scores.new_empty(index.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -82,12 +73,8 @@ def label_terms_rule(op: Op, graph: Graph) -> OpRule:
     names = ["c" if d == dim else name for d, name in enumerate(dim_names(rank))]
     rest = single([name for name in names if name != "c"])
     maximum = tuple(() if name == "c" else (name,) for name in names)
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return with_pieces(op, context.pieces["c"])
-
     operands = [single(names), maximum, rest]
-    return build(op, graph, operands, [rest, rest], kinds={"c": "sum"}, localize=localize)
+    return build(op, graph, operands, [rest, rest], kinds={"c": "sum"}, localize=at_pieces("c"))
 
 
 LABEL_TERMS: RuleTable = {label_terms._opoverload: label_terms_rule, checked_labels._opoverload: checked_labels_rule}

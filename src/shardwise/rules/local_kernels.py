@@ -8,7 +8,7 @@ more code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from math import prod
 from typing import Any, Final
@@ -17,17 +17,8 @@ import torch
 from torch import Tensor
 
 from shardwise.graph.custom_operators import global_indices
+from shardwise.graph.operator_library import ATOMS, Scalar, composite
 from shardwise.rules.arguments import broadcast_shape
-
-_library: Any = torch.library  # its functions are not typed
-LIBRARY: Final[Any] = _library.Library("shardwise", "FRAGMENT")
-
-
-def _define(schema: str, function: Callable[..., Any]) -> Any:
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, function, "CompositeImplicitAutograd")
-    return getattr(torch.ops.shardwise, name).default
 
 
 def local_index(
@@ -141,7 +132,7 @@ def _scatter_rows(
     dim: int,
     index: Tensor,
     src: Tensor | None,
-    value: float,
+    value: Scalar,
     how: str,
     include_self: bool,
     from_end: bool,
@@ -227,7 +218,7 @@ def _eye_block(*args: Any) -> Tensor:
     return (rows.unsqueeze(-1) == columns).to(dtype)
 
 
-def _range_block(start: float, step: float, *args: Any) -> Tensor:
+def _range_block(start: Scalar, step: Scalar, *args: Any) -> Tensor:
     *atoms, dtype, device = args
     index = global_indices(*atoms, device=device).flatten()
     if dtype.is_floating_point:
@@ -235,7 +226,7 @@ def _range_block(start: float, step: float, *args: Any) -> Tensor:
     return (index * int(step) + int(start)).to(dtype)
 
 
-def _linspace_block(start: float, end: float, steps: int, *args: Any) -> Tensor:
+def _linspace_block(start: Scalar, end: Scalar, steps: int, *args: Any) -> Tensor:
     *atoms, dtype, device = args
     whole = torch.linspace(start, end, steps, dtype=dtype, device=device)
     return whole[global_indices(*atoms, device=device).flatten()]
@@ -273,42 +264,19 @@ def _nothing(
     return results
 
 
-_ATOMS = "int[] sizes, int[] offsets, int[] lengths"
 _ROWS = "int[] row_sizes, int[] row_offsets, int[] row_lengths"
 
-EMBEDDING_ROWS: Final = _define(
-    f"embedding_rows(Tensor weight, Tensor indices, int padding_idx, {_ATOMS}) -> Tensor", _embedding_rows
-)
-GATHER_ROWS: Final = _define(f"gather_rows(Tensor x, int dim, Tensor index, {_ATOMS}) -> Tensor", _gather_rows)
-INDEX_SELECT_ROWS: Final = _define(
-    f"index_select_rows(Tensor x, int dim, Tensor index, {_ATOMS}) -> Tensor", _index_select_rows
-)
-INDEX_ROWS: Final = _define(
-    f"index_rows(Tensor x, Tensor[] indices, int[] dims, int[] counts, {_ATOMS}) -> Tensor", _index_rows
-)
-SCATTER_ROWS: Final = _define(
-    "scatter_rows(Tensor x, int dim, Tensor index, Tensor? src, Scalar value, str how, bool include_self, "
-    "bool from_end, "
-    f"{_ATOMS}) -> Tensor",
-    _scatter_rows,
-)
-SCATTERED_SUM: Final = _define(f"scattered_sum(Tensor src, int dim, Tensor index, {_ATOMS}) -> Tensor", _scattered_sum)
-INDEX_PUT_ROWS: Final = _define(
-    "index_put_rows(Tensor x, Tensor[] indices, Tensor values, bool accumulate, int[] dims, int[] counts, "
-    f"{_ATOMS}) -> Tensor",
-    _index_put_rows,
-)
-ONE_HOT_CLASSES: Final = _define(f"one_hot_classes(Tensor index, {_ATOMS}) -> Tensor", _one_hot_classes)
-TRIANGLE: Final = _define(f"triangle(Tensor x, int diagonal, bool upper, {_ROWS}, {_ATOMS}) -> Tensor", _triangle)
-EYE_BLOCK: Final = _define(f"eye_block({_ROWS}, {_ATOMS}, ScalarType dtype, Device? device) -> Tensor", _eye_block)
-RANGE_BLOCK: Final = _define(
-    f"range_block(Scalar start, Scalar step, {_ATOMS}, ScalarType dtype, Device? device) -> Tensor", _range_block
-)
-LINSPACE_BLOCK: Final = _define(
-    f"linspace_block(Scalar start, Scalar end, int steps, {_ATOMS}, ScalarType dtype, Device? device) -> Tensor",
-    _linspace_block,
-)
-CUMULATED: Final = _define(f"cumulated(Tensor x, int dim, ScalarType dtype, {_ROWS}, {_ATOMS}) -> Tensor", _cumulated)
-NOTHING: Final = _define(
-    "nothing(Tensor[] operands, int[] sizes, int[] ranks, str[] dtypes, bool[] differentiable) -> Tensor[]", _nothing
-)
+EMBEDDING_ROWS: Final = composite(_embedding_rows)
+GATHER_ROWS: Final = composite(_gather_rows)
+INDEX_SELECT_ROWS: Final = composite(_index_select_rows)
+INDEX_ROWS: Final = composite(_index_rows)
+SCATTER_ROWS: Final = composite(_scatter_rows)
+SCATTERED_SUM: Final = composite(_scattered_sum)
+INDEX_PUT_ROWS: Final = composite(_index_put_rows)
+ONE_HOT_CLASSES: Final = composite(_one_hot_classes)
+TRIANGLE: Final = composite(_triangle, f"{_ROWS}, {ATOMS}")
+EYE_BLOCK: Final = composite(_eye_block, f"{_ROWS}, {ATOMS}, ScalarType dtype, Device? device")
+RANGE_BLOCK: Final = composite(_range_block, f"{ATOMS}, ScalarType dtype, Device? device")
+LINSPACE_BLOCK: Final = composite(_linspace_block, f"{ATOMS}, ScalarType dtype, Device? device")
+CUMULATED: Final = composite(_cumulated, f"{_ROWS}, {ATOMS}")
+NOTHING: Final = composite(_nothing)

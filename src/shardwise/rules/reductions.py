@@ -13,9 +13,8 @@ from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import (
     broadcast_shape,
     dims_of,
-    flat_pieces,
-    if_split,
     normal_dim,
+    of_pieces,
     operand_positions,
     same_call,
 )
@@ -24,7 +23,6 @@ from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.local_kernels import CUMULATED
 from shardwise.rules.lowerings import reductions as lowerings
-from shardwise.rules.lowerings import scans, softmax
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, Localize, LocalOpCall, Lowering, OpRule, Window
 from shardwise.rules.windows import Sliding
 
@@ -133,11 +131,6 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
         return build(op, graph, [()], [()], linear=((0,),))
     names = dim_names(len(value.shape))
     dim = normal_dim(arguments(op)["dim"], len(names))
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        rows, addends = flat_pieces(context.pieces["t"]), flat_pieces(context.pieces["s"])
-        return LocalOpCall(CUMULATED, (Ref(op.operands[0]), dim, value.dtype, *rows, *addends))
-
     return build(
         op,
         graph,
@@ -145,7 +138,7 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
         [with_dim(names, dim, "t")],
         kinds={"s": "sum"},
         linear=((0,),),
-        localize=if_split(localize, "s", "t"),
+        localize=of_pieces(CUMULATED, "ts", lambda op: (Ref(op.operands[0]), dim, value.dtype)),
     )
 
 
@@ -208,8 +201,8 @@ REDUCTIONS: RuleTable = by_operator(
         "min": partial(_extreme, "min", lowerings.min_all),
         "any any.dim any.dims": partial(reduce_rule, kind="any"),
         "all all.dim all.dims": partial(reduce_rule, kind="min"),  # False is below True
-        "prod": _lowered(scans.prod_all),
-        "prod.dim_int": _lowered(scans.prod_dim),
+        "prod": _lowered(lowerings.prod_all),
+        "prod.dim_int": _lowered(lowerings.prod_dim),
         "max.dim": _lowered(lowerings.max_dim),
         "min.dim": _lowered(lowerings.min_dim),
         "argmax": _lowered(lowerings.argmax),
@@ -218,20 +211,20 @@ REDUCTIONS: RuleTable = by_operator(
         "median median.dim nanmedian nanmedian.dim kthvalue mode": _whole,
         "quantile.scalar nanquantile.scalar": zeros_if_empty(_whole),
         **{f"{name}.correction": _lowered(lowering) for name, lowering in lowerings.MOMENTS.items()},
-        "logsumexp": _lowered(softmax.logsumexp),
+        "logsumexp": _lowered(lowerings.logsumexp),
         "linalg_vector_norm": _lowered(lowerings.vector_norm),
         "norm.Scalar norm.ScalarOpt_dim": _lowered(lowerings.norm),
         "cosine_similarity": _cosine,
-        "softmax.int": _along(softmax.softmax),
-        "log_softmax.int": _along(softmax.log_softmax),
-        "_softmax": _along(softmax.internal_softmax),
-        "_log_softmax": _along(softmax.internal_log_softmax),
-        "_safe_softmax": _along(softmax.safe_softmax),
+        "softmax.int": _along(lowerings.softmax),
+        "log_softmax.int": _along(lowerings.log_softmax),
+        "_softmax": _along(lowerings.internal_softmax),
+        "_log_softmax": _along(lowerings.internal_log_softmax),
+        "_safe_softmax": _along(lowerings.safe_softmax),
         "cumsum": _cumsum,
-        "cumprod": _along(scans.cumprod),
-        "logcumsumexp": _along(scans.logcumsumexp),
-        "cummax": _along(scans.cummax),
-        "cummin": _along(scans.cummin),
+        "cumprod": _along(lowerings.cumprod),
+        "logcumsumexp": _along(lowerings.logcumsumexp),
+        "cummax": _along(lowerings.cummax),
+        "cummin": _along(lowerings.cummin),
         # Sorting over devices moves as much as gathering, in more messages. Which of equal values sort and topk take is
         # up to their kernels, which must see the whole row to choose as on one device.
         "sort sort.stable argsort argsort.stable topk": _along(),

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.ir import Arg, Graph, Op, Ref
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import (
+    at_pieces,
     broadcast_shape,
     flat_pieces,
     if_split,
     normal_dim,
+    of_pieces,
     operand_positions,
-    with_pieces,
 )
 from shardwise.rules.binding import RuleTable, build, dim_names, single, with_dim
 from shardwise.rules.elementwise import broadcast_dims
@@ -69,15 +70,14 @@ def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
             kinds |= dict.fromkeys((f"s{i}", *indices[i], *(() if i == place else operand[i])), "whole")
         operands.append(tuple(dims))
 
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        x, ids, *source = map(Ref, op.operands)
-        rest = (source[0] if source else None, args.get("value", 1), how, args.get("include_self", True), False)
-        return LocalOpCall(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces["v"])))
+    def call(op: Op) -> tuple[Arg, ...]:
+        x, ids, source = map(Ref, op.operands) if sources else (*map(Ref, op.operands), None)
+        return x, place, ids, source, args.get("value", 1), how, args.get("include_self", True), False
 
     together = tuple(positions[name][0] for name in ("self", "src") if name in positions)
     additive = op.target is aten.scatter_add.default or (not how and args.get("value", 0) == 0)
     linear = (together,) if additive else ()
-    lowering, local = scatter_add if adds else None, if_split(localize, "v")
+    lowering, local = scatter_add if adds else None, of_pieces(SCATTER_ROWS, "v", call)
     return build(op, graph, operands, [operand], kinds=kinds, linear=linear, localize=local, lowering=lowering)
 
 
@@ -100,12 +100,11 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
     adds = op.target is aten.index_add.default
     fills = "source" not in positions
 
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+    def call(op: Op) -> tuple[Arg, ...]:
         x, ids = map(Ref, op.operands[:2])
         source = Ref(op.operands[2]) if len(op.operands) > 2 else None
         number = args["value"] if source is None else args.get("alpha", 1)
-        rest = (source, number, "sum" if adds else "", True, fills)
-        return LocalOpCall(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces[names[place]])))
+        return x, place, ids, source, number, "sum" if adds else "", True, fills
 
     kinds: dict[str, FactorKind] = {"i": "lowered" if adds else "whole"}
     reduces = op.target is aten.index_reduce.default
@@ -119,7 +118,7 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
         [dims],
         kinds=kinds,
         linear=linear,
-        localize=if_split(localize, names[place]),
+        localize=of_pieces(SCATTER_ROWS, [names[place]], call),
         lowering=index_add if adds else None,
     )
 
@@ -186,10 +185,7 @@ def scattered_sum_rule(op: Op, graph: Graph) -> OpRule:
     added = with_dim(names, place, "i")
     rows = with_dim(names, place, "v")
     indices = added if len(index) == len(src) else single(["i"])
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return with_pieces(op, context.pieces["v"])
-
+    localize = at_pieces("v")
     return build(op, graph, [added, indices], [rows], kinds={"i": "sum"}, linear=((0,),), localize=localize)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.rules.local_kernels import _define
+from shardwise.graph.operator_library import composite
 
 aten = torch.ops.aten
 
@@ -338,54 +338,21 @@ def sample_points(
     return [(first + i - 1, weight) for i, weight in enumerate(weights)]
 
 
-COPIED_RUNS: Final = _define(
-    "copied_runs(Tensor x, int[] dims, int[] counts, int[] lengths, int[] firsts, int[] steps) -> Tensor", _copied_runs
-)
-CONV_WINDOW: Final = _define(
-    "conv_window(Tensor x, Tensor weight, int[] stride, int[] before, int[] after, int[] dilation, "
-    "int groups) -> Tensor",
-    _conv_window,
-)
-CONV_TRANSPOSE_WINDOW: Final = _define(
-    "conv_transpose_window(Tensor x, Tensor weight, int[] stride, int[] dilation, int groups, "
-    "int[] fronts, int[] lengths) -> Tensor",
-    _conv_transpose_window,
-)
-MAX_POOL_WINDOW: Final = _define(
-    "max_pool_window(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode, "
-    "int[] fronts, int[] lengths, int[] starts, int[] sizes) -> (Tensor, Tensor)",
-    _max_pool_window,
-)
-MAX_POOL_VALUES_WINDOW: Final = _define(
-    "max_pool_values_window(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode, "
-    "int[] fronts, int[] lengths) -> Tensor",
-    _max_pool_values_window,
-)
-AVG_POOL_WINDOW: Final = _define(
-    "avg_pool_window(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, "
-    "int? divisor, int[] fronts, int[] lengths) -> Tensor",
+_POOLING = "int[] stride, int[] padding, int[] dilation, bool ceil_mode, int[] fronts, int[] lengths"
+COPIED_RUNS: Final = composite(_copied_runs, "int[] lengths, int[] firsts, int[] steps")
+CONV_WINDOW: Final = composite(_conv_window)
+CONV_TRANSPOSE_WINDOW: Final = composite(_conv_transpose_window)
+MAX_POOL_WINDOW: Final = composite(_max_pool_window, f"{_POOLING}, int[] starts, int[] sizes")
+MAX_POOL_VALUES_WINDOW: Final = composite(_max_pool_values_window, _POOLING)
+AVG_POOL_WINDOW: Final = composite(
     _avg_pool_window,
+    "int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, int? divisor, int[] fronts, int[] lengths",
 )
-ADAPTIVE_AVG_WINDOW: Final = _define(
-    "adaptive_avg_window(Tensor x, int[] output, int[] begins, int[] ends, int[] counts) -> Tensor",
-    _adaptive_avg_window,
-)
-ADAPTIVE_MAX_WINDOW: Final = _define(
-    "adaptive_max_window(Tensor x, int[] output, int[] begins, int[] ends, int[] counts, int[] starts, int[] sizes) "
-    "-> (Tensor, Tensor)",
-    _adaptive_max_window,
-)
-IM2COL_WINDOW: Final = _define(
-    "im2col_window(Tensor x, int[] kernel, int[] dilation, int[] before, int[] after, int[] stride) -> Tensor",
-    _im2col_window,
-)
-COL2IM_WINDOW: Final = _define(
-    "col2im_window(Tensor x, int[] kernel, int[] dilation, int[] stride, int[] numbers, int[] fronts, int[] lengths) "
-    "-> Tensor",
-    _col2im_window,
-)
-RESAMPLE_WINDOW: Final = _define(
-    "resample_window(Tensor x, str mode, bool align_corners, int[] output, int[] sizes, int[] sizes_after, "
-    "float[] scales, bool[] split, int[] offsets, int[] lengths, int[] starts) -> Tensor",
+ADAPTIVE_AVG_WINDOW: Final = composite(_adaptive_avg_window)
+ADAPTIVE_MAX_WINDOW: Final = composite(_adaptive_max_window)
+IM2COL_WINDOW: Final = composite(_im2col_window)
+COL2IM_WINDOW: Final = composite(_col2im_window)
+RESAMPLE_WINDOW: Final = composite(
     _resample_window,
+    "int[] sizes, int[] sizes_after, float[] scales, bool[] split, int[] offsets, int[] lengths, int[] starts",
 )

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.ir import Ref
-from shardwise.graph.normalize_random import SEED
+from shardwise.graph.written_out import SEED
 from shardwise.plans.plan import Plan
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute, Instruction, Origin, Part, memories

@@ -219,7 +219,7 @@ class ModuleWriter:
         if isinstance(target, Boxed):
             self.root.add_module(f"section_{index}", _Opaque(target))
             call = self.graph.call_module(f"section_{index}", (self.graph.call_function(box_operands, tuple(args)),))
-        elif not isinstance(target, torch._ops.OpOverload):  # autograd inside (``programs.opaque``)
+        elif not isinstance(target, torch._ops.OpOverload):  # autograd inside (``programs.vjp``)
             self.root.add_module(f"opaque_{index}", _Opaque(target))
             call = self.graph.call_module(f"opaque_{index}", tuple(args))
         else:

@@ -15,8 +15,8 @@ from torch.amp.grad_scaler import GradScaler
 from shardwise.errors import NotFiniteError, PlanWarning, ShardwiseError, warn_user
 from shardwise.graph.batch import num_samples
 from shardwise.graph.ir import Graph, Ref
-from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import unflatten
+from shardwise.graph.written_out import SEED
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
 from shardwise.plans.bind_stages import delivered_layouts

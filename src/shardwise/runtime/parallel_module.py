@@ -23,8 +23,8 @@ from shardwise.graph.capture import Capture
 from shardwise.graph.custom_operators import splitmix64
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph
-from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
+from shardwise.graph.written_out import SEED
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement

@@ -19,9 +19,9 @@ from shardwise.graph.closure_guards import ClosureGuards
 from shardwise.graph.code_reachability import reachable_code
 from shardwise.graph.fakes import empty_copy
 from shardwise.graph.ir import Graph, Ref
-from shardwise.graph.normalize_random import SEED
 from shardwise.graph.segments import announce_kept
 from shardwise.graph.trees import call_constants, flatten_with_path, leaf_name
+from shardwise.graph.written_out import SEED
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind import input_faults, program_of
 from shardwise.plans.plan import Plan

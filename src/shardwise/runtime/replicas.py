@@ -25,7 +25,7 @@ from torch.autograd import Variable
 
 from shardwise.errors import ReplicaError, ShardwiseError, name_ranks, problem
 from shardwise.graph.ir import refs
-from shardwise.graph.normalize_random import SEED
+from shardwise.graph.written_out import SEED
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout

@@ -29,9 +29,9 @@ from shardwise.layouts.choice import (
 )
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.routes import Floats
 from shardwise.layouts.strategy import Strategy
+from shardwise.layouts.transfer import Renaming
 from shardwise.programs.builder import Choice
 from shardwise.rules.rule import OpRule
 from shardwise.search.constants import NUM_TRANSIENT_CAPS

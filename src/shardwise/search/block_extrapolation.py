@@ -23,8 +23,7 @@ from statistics import median_high
 
 from shardwise.costs.ledger import Peak
 from shardwise.costs.timeline import SimulatedStep
-from shardwise.graph.folding import Folding
-from shardwise.graph.form import GraphForm
+from shardwise.graph.folding import Folding, GraphForm
 from shardwise.graph.ir import Graph
 from shardwise.programs.builder import Choice
 from shardwise.rules.atoms import Factored

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping
 from shardwise.errors import LayoutError, ShardwiseError, UnsplitWarning, problem, warn_user
 from shardwise.graph.annotate import SUMMED, Annotation
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.normalize_random import DROPOUT
+from shardwise.graph.written_out import DROPOUT
 from shardwise.layouts.choice import BY_KEY, AxisChoice, Choices, ShardPositions, Split, splits_owners, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.graph.normalize_random import SEED
+from shardwise.graph.written_out import SEED
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from rules.samples.calls import GENERATOR, Sample, call, ids, leaf, plain, unit, x
-from shardwise.graph.head_loss import HEAD_LOSS, HEAD_TERMS
-from shardwise.graph.labels import checked_labels
+from shardwise.graph.head_loss import HEAD_LOSS, HEAD_TERMS, checked_labels
 from shardwise.graph.stand_ins import ctc_loss
 from shardwise.rules.label_terms import label_terms
 

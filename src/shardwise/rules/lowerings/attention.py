@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.graph.attention_within import interval_mask
 from shardwise.graph.precision import cast, wide
-from shardwise.rules.lowerings.softmax import safe_softmax
+from shardwise.rules.lowerings.reductions import safe_softmax
 
 
 def scaled_dot_product_attention(

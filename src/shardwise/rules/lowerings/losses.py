@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.graph.precision import cast, wide
-from shardwise.rules.lowerings.reductions import vector_norm
-from shardwise.rules.lowerings.softmax import log_softmax
+from shardwise.rules.lowerings.reductions import log_softmax, vector_norm
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
 
