@@ -34,17 +34,16 @@ from shardwise.layouts.boxes import boxes
 from shardwise.runtime.communicator import Communicator, rank_device
 from shardwise.runtime.guards.elementwise_optimizers import (
     MATRIX_KINDS,
+    check_class,
     declared_matrixwise,
-    hooked_step,
     is_matrixwise,
     looks_at_all,
-    subclasses_with_step_of,
+    replace_step,
 )
-from shardwise.runtime.guards.registry import ShardRecord, bind_wrapper, held_parameters
+from shardwise.runtime.guards.registry import ShardRecord, held_parameters
 from shardwise.runtime.local_shards import shard
 
 MatrixOptimizer = TypeVar("MatrixOptimizer", bound=type[Optimizer])
-_gathering: WeakSet[Callable[..., Any]] = WeakSet()  # steps that give their optimizers whole matrices
 
 
 def matrix_optimizer(kind: MatrixOptimizer | None = None, *, together: bool = False) -> Any:
@@ -73,25 +72,10 @@ def matrix_optimizer(kind: MatrixOptimizer | None = None, *, together: bool = Fa
     """
     if kind is None:
         return partial(matrix_optimizer, together=together)
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        what = f"matrix_optimizer takes a subclass of torch.optim.Optimizer, not {kind!r}"
-        raise ShardwiseError(what, fix="pass the class of the optimizer, not an instance")
-    if kind not in declared_matrixwise:
-        _let_gather(kind)
-        for derived in subclasses_with_step_of(kind):
-            _let_gather(derived)
+    check_class("matrix_optimizer", kind)
+    replace_step(kind, _step_on_whole)
     declared_matrixwise[kind] = together
     return kind
-
-
-def _let_gather(kind: type[Optimizer]) -> None:
-    """Replace what torch's hooks call in the steps of a class. The function with the hooks stays the same: learning
-    rate schedulers keep it on the optimizers that they were made for."""
-    hooked = hooked_step(kind)
-    cell = hooked.__closure__[hooked.__code__.co_freevars.index("func")]
-    if cell.cell_contents not in _gathering:
-        cell.cell_contents = bind_wrapper(cell.cell_contents, _step_on_whole)
-        _gathering.add(cell.cell_contents)
 
 
 def wrap_torch_optimizers() -> None:
