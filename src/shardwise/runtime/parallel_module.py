@@ -37,7 +37,7 @@ from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_optimizer import place_states
 from shardwise.runtime.guards.protect import protect
-from shardwise.runtime.guards.registry import ShardRecord, shard_records, tensors_of
+from shardwise.runtime.guards.registry import KEY, ShardRecord, check_entries, shard_metadata, shard_records, tensors_of
 from shardwise.runtime.holding import ShardMaterializer, install_shards
 from shardwise.runtime.hooks import ShardedModule, gather_whole
 from shardwise.runtime.host_copies import Arrivals
@@ -78,7 +78,6 @@ from shardwise.runtime.stage import (
     with_samples_in,
 )
 from shardwise.runtime.stage_faults import StageFaults
-from shardwise.runtime.state_dict_entries import KEY, check_entries, cut_entries, shard_metadata
 from shardwise.runtime.tensor_table import TensorTable
 from shardwise.runtime.torch_schedules import Scheduled
 
@@ -289,11 +288,14 @@ class ParallelModule(ShardedModule):
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Restore gradients, buffers and random state after trial steps."""
+        """Restore gradients, buffers and random state after trial steps. Replicas are not compared in these, since a
+        checked step runs another program."""
         gradients, restore = [p.grad for p in self.parameters()], self._start()
+        replicas, self._replicas = self._replicas, None
         try:
             yield
         finally:
+            self._replicas = replicas
             for parameter, gradient in zip(self.parameters(), gradients, strict=True):
                 parameter.grad = gradient
             restore()
@@ -310,7 +312,9 @@ class ParallelModule(ShardedModule):
     ) -> None:
         shards = {prefix + name: shard for name, shard in self._shards.items()}
         check_entries(local_metadata.get(KEY, {}), self._shards, self.device_number)
-        state_dict |= cut_entries(state_dict, shards)  # torch's copy, which submodules read
+        state_dict |= {
+            key: record.cut(state_dict[key]) for key, record in shards.items() if key in state_dict
+        }  # a copy
         for name in self._elsewhere:
             state_dict.pop(prefix + name, None)
         seed = state_dict.get(prefix + SEED)

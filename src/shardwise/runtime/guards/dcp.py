@@ -43,7 +43,6 @@ from shardwise.runtime.agree import gather_objects
 from shardwise.runtime.communicator import Communicator, rank_device
 from shardwise.runtime.guards.registry import Owners, Patch, ShardRecord, held_shards, ranks_of_stages
 from shardwise.runtime.hooks import gather_whole
-from shardwise.runtime.local_shards import shard
 
 Path = tuple[str, ...]  # keys on the way to a leaf of a state dict
 
@@ -194,7 +193,7 @@ def _gather(function: Callable[..., Any], state_dict: Any, info: Any) -> Any:
 
 def _whole(tensor: Tensor, record: ShardRecord, target: int | None) -> Tensor:
     """Gather the whole of a shard; on ranks other than ``target`` it is dropped at once."""
-    tensor = gather_whole(tensor, record.layout, f"the whole of {record.name}", record.ranks)
+    tensor = record.gather(tensor)
     if target is None:
         return tensor
     return tensor.cpu() if dist.get_rank() == target else tensor.new_empty(0)
@@ -237,9 +236,7 @@ def _cut(function: Callable[..., Any], full: dict[str, Any], local: dict[str, An
     ShardIndex().replaced(local, lambda tensor, record, place: shards.setdefault(place[1], record) and tensor)
     result = function(full, local, *args, **kwargs)
     for key, record in shards.items():
-        whole = local.get(key)
-        if isinstance(whole, Tensor) and tuple(whole.shape) == record.layout.shape:
-            local[key] = shard(whole, record.layout, record.ranks.coordinates).clone()
+        local[key] = record.cut(local.get(key))
     return result
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.text import format_layout
-from shardwise.runtime.guards.registry import bind_wrapper, held_parameters
+from shardwise.runtime.guards.registry import bind_wrapper, records_of
 
 OptimizerType = TypeVar("OptimizerType", bound=type[Optimizer])
 
@@ -164,21 +164,27 @@ def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if is_elementwise(kind) or is_matrixwise(kind):
         _trusted.add(kind)
         return
-    parameters = tuple(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    if _passed.get(optimizer) == parameters:
+    parameters = parameters_of(optimizer)
+    ids = tuple(map(id, parameters))
+    if _passed.get(optimizer) == ids:
         return
-    ids = set(parameters)
-    shards = {id(p): (p, record) for p, record in held_parameters() if id(p) in ids and record.is_shard}
+    pairs = zip(parameters, records_of(parameters), strict=True)
+    shards = [(parameter, record) for parameter, record in pairs if record is not None and record.is_shard]
     if shards:
-        parameter, record = next(iter(shards.values()))
+        parameter, record = shards[0]
         raise ShardwiseError(_refusal(kind, record.name, format_layout(record.layout, parameter.dtype), len(shards)))
-    _passed[optimizer] = parameters
+    _passed[optimizer] = ids
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters in all groups of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _check_sparse(optimizer: Optimizer) -> None:
     """Raise ShardwiseError for dense gradients, which SparseAdam refuses without naming a fix."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    dense = next((list(p.shape) for p in parameters if not p.grad.is_sparse), None)
+    parameters = parameters_of(optimizer)
+    dense = next((list(p.shape) for p in parameters if p.grad is not None and not p.grad.is_sparse), None)
     if dense:
         raise ShardwiseError(
             f"torch.optim.SparseAdam needs sparse gradients, but that of a parameter {dense} is dense: under a "

@@ -38,9 +38,10 @@ from shardwise.runtime.guards.elementwise_optimizers import (
     declared_matrixwise,
     is_matrixwise,
     looks_at_all,
+    parameters_of,
     replace_step,
 )
-from shardwise.runtime.guards.registry import ShardRecord, held_parameters
+from shardwise.runtime.guards.registry import ShardRecord, records_of
 from shardwise.runtime.local_shards import shard
 
 MatrixOptimizer = TypeVar("MatrixOptimizer", bound=type[Optimizer])
@@ -101,12 +102,11 @@ class OwnedMatrix:
 def owned_matrices(optimizer: Optimizer) -> list[OwnedMatrix]:
     """Return the shards in an optimizer with their owners: each new matrix goes to the device that has the fewest
     elements so far."""
-    records = {id(p): record for p, record in held_parameters() if record.is_shard}
     together = looks_at_all(type(optimizer))
     split: dict[Communicator, list[tuple[Tensor, ShardRecord]]] = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        record = records.get(id(parameter))
-        if record is None:
+    parameters = parameters_of(optimizer)
+    for parameter, record in zip(parameters, records_of(parameters), strict=True):
+        if record is None or not record.is_shard:
             continue
         if together and record.in_stage:
             raise ShardwiseError(
@@ -135,7 +135,7 @@ def has_states_here(optimizer: Optimizer, parameter: Tensor) -> bool:
     another rank updates whole."""
     if not is_matrixwise(type(optimizer)):
         return True
-    key = tuple(id(p) for group in optimizer.param_groups for p in group["params"])
+    key = tuple(map(id, parameters_of(optimizer)))
     if _owned.get(optimizer, ((), None))[0] != key:
         _owned[optimizer] = key, frozenset(id(m.parameter) for m in owned_matrices(optimizer) if not m.is_here)
     return id(parameter) not in _owned[optimizer][1]
