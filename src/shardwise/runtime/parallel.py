@@ -123,9 +123,6 @@ class Parallel(ParallelModule):
             raise ShardwiseError(
                 f'loss is "all" (every rank gets it) or "last" (those of the last stage), not {loss!r}'
             )
-        if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
-            stepped: torch.Tensor | None = torch.compiler.disable(self.step)(*args, loss=loss, scaler=scaler, **kwargs)
-            return stepped
         if not self._checks_finite():
             return self._run_step(args, kwargs, loss, scaler)
         restore = self._start()
@@ -166,19 +163,15 @@ class Parallel(ParallelModule):
     def _find_not_finite(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NotFinite | None:
         """Run a step that has run before again, operator by operator; None if its loss and gradients are finite by
         themselves. Collective."""
-        replicas, self._replicas = self._replicas, None  # a checked step runs another program
-        try:
-            with self._unchanged(), ExitStack() as stack:
-                self.zero_grad()
-                watches = []
-                for number, step, others in self._steps_here():
-                    watches.append(FiniteWatch(number))
-                    stack.enter_context(observed(step, watches[-1], others))
-                loss = self._run_step(args, kwargs, "all", None)
-                first, is_finite = first_of(watches), all_finite(loss, self.parameters(), self.device)
-            return None if first is None and is_finite else first or NotFinite((), "unknown", "", "", "", "", ())
-        finally:
-            self._replicas = replicas
+        with self._unchanged(), ExitStack() as stack:
+            self.zero_grad()
+            watches = []
+            for number, step, others in self._steps_here():
+                watches.append(FiniteWatch(number))
+                stack.enter_context(observed(step, watches[-1], others))
+            loss = self._run_step(args, kwargs, "all", None)
+            first, is_finite = first_of(watches), all_finite(loss, self.parameters(), self.device)
+        return None if first is None and is_finite else first or NotFinite((), "unknown", "", "", "", "", ())
 
     def _steps_here(self) -> Iterator[tuple[int, CallableStep | GradAccumStep, list[Half]]]:
         """Yield the programs of this rank's stages in the latest step: number of the stage, program, its halves of
@@ -267,16 +260,12 @@ class Parallel(ParallelModule):
             self.zero_grad()
             self._run_step(args, kwargs, "all", None)
 
-        replicas, self._replicas = self._replicas, None  # a checked step runs another program
-        try:
-            with self._unchanged():
-                step()  # compiles and allocates memory
-                if self.plan.is_pipeline:
-                    return profile_pipeline(step, self._latest, self.plan, self._stage_ranks, self.device, steps)
-                state = [*self.parameters(), *self.buffers()]
-                return profile_step(step, self.latest.runs, self.plan, state, self.device, steps)
-        finally:
-            self._replicas = replicas
+        with self._unchanged():
+            step()  # compiles and allocates memory
+            if self.plan.is_pipeline:
+                return profile_pipeline(step, self._latest, self.plan, self._stage_ranks, self.device, steps)
+            state = [*self.parameters(), *self.buffers()]
+            return profile_step(step, self.latest.runs, self.plan, state, self.device, steps)
 
     # -- a call under a plan without stages ----------------------------------------------------------------------------
 
@@ -290,11 +279,6 @@ class Parallel(ParallelModule):
         has_own_backward: bool = False,
     ) -> CallResult:
         """Run a call under a plan without stages. ``has_own_backward``: the caller runs backward, if any."""
-        if torch.compiler.is_compiling():
-            called: CallResult = torch.compiler.disable(self._call)(
-                args, kwargs, loss_only=loss_only, predicts=predicts, has_own_backward=has_own_backward
-            )
-            return called
         self.plan.only_stage  # noqa: B018 - raises PlanError for several
         flat, spec = self._begin(args, kwargs)
         mode = self._mode(loss_only=loss_only, predicts=predicts)

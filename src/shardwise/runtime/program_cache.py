@@ -60,11 +60,15 @@ _R = TypeVar("_R")
 
 
 def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a method of a parallel module to run without ambient autocast: the plan's is part of the program. Raises
-    CaptureError under an autocast other than the plan's."""
+    """Decorate a method of a parallel module to run without ambient autocast: the plan's is part of the program. Under
+    a ``torch.compile`` around the module it runs outside Dynamo. Raises CaptureError under an autocast other than the
+    plan's."""
 
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            result: _R = torch.compiler.disable(called)(*args, **kwargs)
+            return result
         module: Any = args[0]
         failure_store.begin()
         try:
