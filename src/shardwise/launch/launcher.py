@@ -18,12 +18,12 @@ from typing import IO
 from shardwise.errors import LaunchError
 from shardwise.hosts import Host, free_port, listen
 from shardwise.launch import bootstrap
+from shardwise.launch.channel import SECRET, job_secret
 from shardwise.launch.elastic import GenerationRunner, folder_in_memory, folder_of_launcher
 from shardwise.launch.job import Job, signals_caught
 from shardwise.launch.node_agent import GenerationStart, NodeAgent
 from shardwise.launch.rank_environment import DEFAULT_PORT
 from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy
-from shardwise.launch.secret import SECRET, job_secret
 from shardwise.launch.zygote import Zygote
 
 

@@ -30,10 +30,8 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import priced_cluster
 from shardwise.plans.printing import advice, format_communication, format_figures, of_outputs, owner_of, plan_figures
 from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_interval_seconds, format_seconds
-from shardwise.report.charts import place_rows, timeline
-from shardwise.report.device_grid import device_grid
 from shardwise.report.outline import mark_axes, rows_of, tree_of
-from shardwise.report.pictures import StageFigures, differences, pictures_of
+from shardwise.report.pictures import StageFigures, device_grid, differences, pictures_of, place_rows, timeline
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
 

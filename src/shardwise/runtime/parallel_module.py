@@ -54,12 +54,11 @@ from shardwise.runtime.program_cache import (
     refuse_input_gradients,
 )
 from shardwise.runtime.replicas import PipelineCheck, ReplicaCheck
-from shardwise.runtime.same_inputs import SameInputs
-from shardwise.runtime.shared_parameters import PipelineRankGroups, sharing_pipeline_ranks
 from shardwise.runtime.signatures import (
     Batch,
     LocalInputs,
     ParamFlags,
+    SameInputs,
     Signature,
     call_key,
     check_equal,
@@ -70,11 +69,13 @@ from shardwise.runtime.signatures import (
 )
 from shardwise.runtime.stage import (
     MicroBatchesInTurn,
+    PipelineRankGroups,
     StageCall,
     StageInputs,
     StageProgram,
     StageWorker,
     samples_of,
+    sharing_pipeline_ranks,
     with_samples_in,
 )
 from shardwise.runtime.stage_faults import StageFaults

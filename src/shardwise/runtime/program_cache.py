@@ -42,12 +42,11 @@ from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.faults import is_out_of_memory
 from shardwise.runtime.gpu_watcher import gpu_watcher
-from shardwise.runtime.hoisted_constants import Constants
 from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
 from shardwise.runtime.memory_check import note_memory
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.signatures import in_other_mode
-from shardwise.runtime.step import CallableStep, GradAccumStep
+from shardwise.runtime.step import CallableStep, Constants, GradAccumStep
 from shardwise.runtime.symmetric_memory import find_symmetric_memory
 
 Inputs = Literal["global", "local"]
