@@ -6,14 +6,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 from typing import Any
 
 from shardwise.costs.ledger import CATEGORIES, Peak
 from shardwise.costs.pipeline_simulation import Order, SimulatedPipeline, StageSeconds
-from shardwise.costs.timeline import Event, SimulatedStep
+from shardwise.costs.timeline import Event
 from shardwise.costs.trace import stream_name
 from shardwise.layouts.layout import Layout, Ranges
 from shardwise.layouts.mesh import Mesh
@@ -24,31 +23,14 @@ from shardwise.plans.price_scope import priced_cluster
 from shardwise.plans.printing import merged_tensors, owner_of
 from shardwise.plans.quantities import format_ranges, format_seconds
 from shardwise.report.outline import Row, axes_in
-from shardwise.report.stage_passes import simulated_order
+from shardwise.report.stage_passes import StagePass, simulated_order
 
 MOST_DIFFERENCES = 12
-
-OperatorLookup = Callable[[str], tuple[str, ...]]
-
-
-@dataclass(frozen=True)
-class StageFigures:
-    """What the search knows about a stage in addition to its plan file. ``step``: a simulated pass; ``over``: its
-    memory at every operator, with all micro-batches in flight. ``types``, ``reads`` and ``why`` map an operator to the
-    types of its results, to the operators whose results it reads, and to its alternatives; ``levels`` maps the axes of
-    a group to the links that it crosses."""
-
-    step: SimulatedStep
-    over: tuple[Peak, ...]
-    types: OperatorLookup
-    reads: OperatorLookup
-    why: Callable[[str], Mapping[str, Any] | None]
-    levels: Callable[[tuple[str, ...]], tuple[str, ...]]
 
 
 def pictures_of(
     plan: Plan,
-    figures: Sequence[StageFigures],
+    figures: Sequence[StagePass],
     rows: Sequence[Sequence[Row]],
     tensors: Sequence[Any],
     others: Mapping[str, str],
@@ -97,18 +79,20 @@ def _starred(name: str) -> str:
     return re.sub(r"(?<![^./])\d[\d,-]*(?![^./])", "*", name)
 
 
-def _timeline(figures: StageFigures, mesh: Mesh, num_stages: int) -> dict[str, Any]:
+def _timeline(figures: StagePass, mesh: Mesh, num_stages: int) -> dict[str, Any]:
     """Return the timeline of a pass. The stages of a page share its limit of boxes."""
 
     def title(stream: tuple[str, ...]) -> str:
-        links = "+".join(figures.levels(stream)) if stream and not stream[0].startswith("copies ") else ""
+        links = (
+            "+".join(figures.prices.links.level_names(stream)) if stream and not stream[0].startswith("copies ") else ""
+        )
         return stream_name(stream, mesh) + (f" ({links})" if links else "")
 
     step = figures.step
     return timeline(step.events, step.seconds, title, most=max(MOST_EVENTS // num_stages, 100))
 
 
-def _memory(figures: StageFigures, num_stages: int) -> dict[str, Any]:
+def _memory(figures: StagePass, num_stages: int) -> dict[str, Any]:
     return memory_over(figures.over, figures.step.peak, most=max(MOST_POINTS // num_stages, 40))
 
 
@@ -148,7 +132,7 @@ def _held(
 
 
 def differences(
-    plan: Plan, figures: Sequence[StageFigures], other: Plan, others: Sequence[StageFigures]
+    plan: Plan, figures: Sequence[StagePass], other: Plan, others: Sequence[StagePass]
 ) -> list[dict[str, Any]]:
     """Return bars, (name, in this plan, in the other), for what differs most in seconds of a step and in bytes of the
     fullest device; none without the searches of both."""
@@ -170,7 +154,7 @@ def _largest(first: Mapping[str, float], second: Mapping[str, float]) -> list[tu
     return changed[:MOST_DIFFERENCES]
 
 
-def _seconds_by_kind(plan: Plan, figures: Sequence[StageFigures]) -> Mapping[str, float]:
+def _seconds_by_kind(plan: Plan, figures: Sequence[StagePass]) -> Mapping[str, float]:
     """Return the seconds of operators, equal layers together, and of messages by kind and axes, as groups of devices
     execute them in a step."""
     found: defaultdict[str, float] = defaultdict(float)
@@ -184,7 +168,7 @@ def _seconds_by_kind(plan: Plan, figures: Sequence[StageFigures]) -> Mapping[str
     return found
 
 
-def _bytes_by_kind(plan: Plan, figures: Sequence[StageFigures]) -> Mapping[str, float]:
+def _bytes_by_kind(plan: Plan, figures: Sequence[StagePass]) -> Mapping[str, float]:
     return max((told.step.peak for told in figures), key=lambda peak: peak.num_bytes).parts
 
 

@@ -108,6 +108,11 @@ class CollectiveMessage:
         self.is_gloos = is_gloo(ranks.group(first.axes))
         self.is_nccls = backend_of(ranks.group(first.axes)) == "nccl"
 
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the collective and return its results. Raises as ``launch``."""
+        buffers, _ = self.launch(tensors, wait=True)
+        return self.land(buffers, tensors if self.with_own else ())
+
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[list[torch.Tensor], list[InFlight]]:
         """Start the collective: return (the buffers it fills, the handles for ``finish``, none if it is done).
 

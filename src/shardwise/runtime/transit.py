@@ -42,17 +42,6 @@ class Direction:
             raise explained from error
 
 
-@dataclass(frozen=True)
-class BlockingExchange:
-    """A message that is awaited at once."""
-
-    message: CollectiveMessage
-
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        buffers, _ = self.message.launch(tensors, wait=True)
-        return self.message.land(buffers, tensors if self.message.with_own else ())
-
-
 class _Exchange(torch.nn.Module):
     def __init__(self, instruction: Convert | Depart | Arrive) -> None:
         super().__init__()
@@ -89,9 +78,9 @@ class Departing(_Exchange):
         super().__init__(instruction)
         purpose = Purpose(instruction.conversions, graph, ranks, instruction.backward)
         steps = stages([conversion.moves for conversion in purpose.conversions], purpose, instruction.overwrites)
-        sends, exchange = next((i, step) for i, step in enumerate(steps) if isinstance(step, BlockingExchange))
-        self.before, self.message = Direction(tuple(steps[:sends]), purpose), exchange.message
-        self.after = Direction((exchange.message.land, *steps[sends + 1 :]), purpose)
+        sends, self.message = next((i, step) for i, step in enumerate(steps) if isinstance(step, CollectiveMessage))
+        self.before = Direction(tuple(steps[:sends]), purpose)
+        self.after = Direction((self.message.land, *steps[sends + 1 :]), purpose)
 
     def forward(self, *tensors: Tensor) -> list[Any]:
         return [*self.message.launch(self.before(tensors), wait=False)]
@@ -120,11 +109,11 @@ def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = F
         parts = [local_move(move, ranks.coordinates, backward=backward) for move in step]
         if parts[0].kind is not None:
             if parts[0].rows is not None:
-                steps.append(BlockingExchange(RowExchangeMessage(parts[0], parts[0].rows, ranks, purpose)))
+                steps.append(RowExchangeMessage(parts[0], parts[0].rows, ranks, purpose))
                 continue
             on_gloo = is_gloo(ranks.group(parts[0].axes))
             buffers = sharing_buffers(step, ranks.coordinates, backward=backward, on_gloo=on_gloo)
-            steps.append(BlockingExchange(CollectiveMessage(parts, ranks, purpose, buffers, in_place and not steps)))
+            steps.append(CollectiveMessage(parts, ranks, purpose, buffers, in_place and not steps))
         elif not all(part.is_identity for part in parts):
             steps.append(_each(parts))
     return steps
