@@ -36,7 +36,7 @@ from shardwise.runtime.heartbeat_file import Heartbeat, HeartbeatFile
 BODY = """
 from shardwise.runtime.generation import read_generation
 from shardwise.runtime.heartbeat_file import PAGE
-from shardwise.runtime.collective_tracker import trail
+from shardwise.runtime.heartbeat_file import trail
 
 generation = read_generation(os.environ).number
 size = int(os.environ["WORLD_SIZE"])

@@ -34,7 +34,7 @@ from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy
 BODY = """
 from shardwise.runtime.generation import read_generation
 from shardwise.runtime.heartbeat_file import PAGE
-from shardwise.runtime.collective_tracker import trail
+from shardwise.runtime.heartbeat_file import trail
 
 generation = read_generation(os.environ).number
 size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])

@@ -21,13 +21,20 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_tie
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.result import PlanningResult, plan_of
-from shardwise.report.alternatives import PlanRanking, WhatIf, top, what_if
+from shardwise.report.alternatives import (
+    ExpertWays,
+    PipelineRanking,
+    PlanRanking,
+    WhatIf,
+    expert_ways,
+    rank_pipelines,
+    top,
+    what_if,
+)
 from shardwise.report.cost_graph_file import write_cost_graph
-from shardwise.report.expert_ways import ExpertWays, expert_ways
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
 from shardwise.report.page import write_page
-from shardwise.report.pipeline_ranking import PipelineRanking, rank_pipelines
 from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, tracks_of
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile

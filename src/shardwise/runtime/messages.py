@@ -20,7 +20,6 @@ from shardwise.programs.keyed_rows import RowExchange
 from shardwise.programs.moves import LocalMove
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.keyed_rows import imbalance_of
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import (
     Communicator,
     InFlight,
@@ -34,6 +33,7 @@ from shardwise.runtime.communicator import (
 )
 from shardwise.runtime.faults import BlockedRank, exchange_failed, is_out_of_memory
 from shardwise.runtime.gpu_watcher import gpu_watcher
+from shardwise.runtime.heartbeat_file import trail
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "any": dist.ReduceOp.MAX}
 

@@ -24,16 +24,15 @@ from shardwise.plans.quantities import format_bytes
 from shardwise.plans.schedule import schedule_of
 from shardwise.programs.micro_batches import Passes
 from shardwise.runtime.agree import meet_all, show_progress_once
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import refuse_create_graph
 from shardwise.runtime.finite import FiniteWatch, NotFinite, all_finite, first_of
 from shardwise.runtime.guards.registry import ShardRecord, tensors_of
+from shardwise.runtime.heartbeat_file import trail
 from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.host_copies import Arrivals
-from shardwise.runtime.lazy_gather import deliver_outputs
+from shardwise.runtime.lazy_gather import alias_buffers, deliver_outputs, separate_memory, write_buffers
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.memory_of_outputs import alias_buffers, separate_memory, write_buffers
 from shardwise.runtime.observe import Half, observed
 from shardwise.runtime.parallel_module import ParallelModule, named_tensors, no_loss
 from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline

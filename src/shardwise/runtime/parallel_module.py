@@ -33,16 +33,15 @@ from shardwise.plans.micro_batch_search import announce_statistics
 from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import Schedule, schedule_of
 from shardwise.programs.micro_batches import Passes, whole_sources
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_optimizer import place_states
 from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import KEY, ShardRecord, check_entries, shard_metadata, shard_records, tensors_of
+from shardwise.runtime.heartbeat_file import trail
 from shardwise.runtime.holding import ShardMaterializer, install_shards
 from shardwise.runtime.hooks import ShardedModule, gather_whole
 from shardwise.runtime.host_copies import Arrivals
 from shardwise.runtime.initial.materialize import Init
-from shardwise.runtime.original_module import OriginalModuleMonitor
 from shardwise.runtime.program_cache import (
     CallSpec,
     Executable,
@@ -79,7 +78,7 @@ from shardwise.runtime.stage import (
     with_samples_in,
 )
 from shardwise.runtime.stage_faults import StageFaults
-from shardwise.runtime.tensor_table import TensorTable
+from shardwise.runtime.tensor_table import OriginalModuleMonitor, TensorTable
 from shardwise.runtime.torch_schedules import Scheduled
 
 _Built = TypeVar("_Built", Executable, StageCall)

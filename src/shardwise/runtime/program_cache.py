@@ -39,12 +39,10 @@ from shardwise.runtime.compiled import CompiledVariant, compiled_program, with_e
 from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 from shardwise.runtime.cuda_graphs import GraphMemory, graph_program
 from shardwise.runtime.emit import Emitted, emit
-from shardwise.runtime.failure_store import failure_store
-from shardwise.runtime.faults import is_out_of_memory
+from shardwise.runtime.faults import failure_store, is_out_of_memory
 from shardwise.runtime.gpu_watcher import gpu_watcher
-from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
+from shardwise.runtime.lazy_gather import LEAST_BYTES, announce_copies, whole_buffers, with_outputs_split
 from shardwise.runtime.memory_check import note_memory
-from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.signatures import in_other_mode
 from shardwise.runtime.step import CallableStep, Constants, GradAccumStep
 from shardwise.runtime.symmetric_memory import find_symmetric_memory

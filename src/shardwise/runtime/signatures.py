@@ -37,7 +37,7 @@ from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import Passes, numbers_samples
 from shardwise.runtime.agree import gather_objects, wire_device
 from shardwise.runtime.communicator import Communicator, GatheredRows
-from shardwise.runtime.failure_store import failure_store
+from shardwise.runtime.faults import failure_store
 from shardwise.runtime.host_copies import CopyInFlight, host_memory, start_copy
 from shardwise.runtime.lazy_gather import LazyTensor, plain_tensor
 from shardwise.runtime.local_shards import shard

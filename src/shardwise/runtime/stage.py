@@ -30,8 +30,8 @@ from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.split_backward import split_backward
 from shardwise.runtime.communicator import Communicator, new_groups
 from shardwise.runtime.host_copies import Arrivals
+from shardwise.runtime.lazy_gather import write_buffers
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.memory_of_outputs import write_buffers
 from shardwise.runtime.program_cache import Executable
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.signatures import Wanted

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.guards.dcp import memory_place, optimizer_states
 from shardwise.runtime.guards.norms import accumulator
 from shardwise.runtime.guards.registry import held_tensors
+from shardwise.runtime.heartbeat_file import trail
 from shardwise.runtime.parallel import Parallel
 
 
