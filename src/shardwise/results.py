@@ -17,8 +17,7 @@ from shardwise.report.explain import Explanation
 from shardwise.report.search_reports import MicroBatches, StageExplanation, StageWhatIf
 from shardwise.runtime.finite import NotFinite
 from shardwise.runtime.parallel import Parallel as Pipeline
-from shardwise.runtime.pipeline_profile import PipelineProfile
-from shardwise.runtime.step_profile import StepProfile
+from shardwise.runtime.step_profile import PipelineProfile, StepProfile
 from shardwise.runtime.whole_tensors import Norms
 from shardwise.train.resuming import Checkpoint
 

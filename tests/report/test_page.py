@@ -28,8 +28,7 @@ from shardwise.report.page import write_page
 from shardwise.report.pictures import device_grid, pieces_of
 from shardwise.report.search_reports import SearchReport
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.pipeline_profile import PipelineProfile
-from shardwise.runtime.step_profile import ProfileRow, StepProfile
+from shardwise.runtime.step_profile import PipelineProfile, ProfileRow, StepProfile
 
 LIBRARY = Path(sw.__file__).parent / "report" / "templates" / "echarts.min.js"
 

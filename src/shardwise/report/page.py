@@ -33,8 +33,7 @@ from shardwise.plans.quantities import format_bytes, format_bytes_interval, form
 from shardwise.report.outline import mark_axes, rows_of, tree_of
 from shardwise.report.pictures import device_grid, differences, pictures_of, place_rows, timeline
 from shardwise.report.stage_passes import StagePass
-from shardwise.runtime.pipeline_profile import PipelineProfile
-from shardwise.runtime.step_profile import StepProfile
+from shardwise.runtime.step_profile import PipelineProfile, StepProfile
 
 MOST_LISTED = 20
 MOST_CHANGES = 200

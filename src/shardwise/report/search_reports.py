@@ -36,8 +36,7 @@ from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
 from shardwise.report.page import write_page
 from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, tracks_of
-from shardwise.runtime.pipeline_profile import PipelineProfile
-from shardwise.runtime.step_profile import StepProfile
+from shardwise.runtime.step_profile import PipelineProfile, StepProfile
 from shardwise.search.auto import MeshSearch
 from shardwise.search.planner import StageSearchResult
 from shardwise.untrusted_text import shorten_repr

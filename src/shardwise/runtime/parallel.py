@@ -33,9 +33,7 @@ from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.host_copies import Arrivals
 from shardwise.runtime.lazy_gather import alias_buffers, deliver_outputs, separate_memory, write_buffers
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.observe import Half, observed
 from shardwise.runtime.parallel_module import ParallelModule, named_tensors, no_loss
-from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.program_cache import (
     CallSpec,
     Executable,
@@ -45,8 +43,8 @@ from shardwise.runtime.program_cache import (
 )
 from shardwise.runtime.signatures import Batch
 from shardwise.runtime.stage import BoundaryTensor, StageCall
-from shardwise.runtime.step import CallableStep, GradAccumStep, Observed
-from shardwise.runtime.step_profile import StepProfile, profile_step
+from shardwise.runtime.step import CallableStep, GradAccumStep, Half, Observed, observed
+from shardwise.runtime.step_profile import PipelineProfile, StepProfile, profile_pipeline, profile_step
 
 _GRADIENTS_WERE_BAD = (
     "a gradient is not finite, although all values of this step are: the gradients to which the step was added were not"

@@ -45,7 +45,7 @@ from shardwise.runtime.lazy_gather import LEAST_BYTES, announce_copies, whole_bu
 from shardwise.runtime.memory_check import note_memory
 from shardwise.runtime.signatures import in_other_mode
 from shardwise.runtime.step import CallableStep, Constants, GradAccumStep
-from shardwise.runtime.symmetric_memory import find_symmetric_memory
+from shardwise.runtime.transit import find_symmetric_memory
 
 Inputs = Literal["global", "local"]
 Outputs = Literal["when read", "whole"]
