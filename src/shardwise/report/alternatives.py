@@ -36,11 +36,11 @@ from shardwise.plans.quantities import (
     format_seconds_interval,
 )
 from shardwise.plans.stage_planner import StagesDoNotFit
-from shardwise.report.explain import find_variable, step_bounds, text_of, variable_name
+from shardwise.report.explain import find_variable, local_prices, step_bounds, text_of, variable_name
 from shardwise.rules.rule import base_name
 from shardwise.search.auto import MeshSearch, best_completion
 from shardwise.search.constants import EXACT_GAP, MAX_CUT_MOVES, TOP_K_WIDENING
-from shardwise.search.cost_graph import COMPONENTS, COMPUTE, EXPOSED, TRAFFIC, OperatorVariable
+from shardwise.search.cost_graph import COMPUTE, EXPOSED, TRAFFIC, OperatorVariable
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.elimination import TooWide, k_best
 
@@ -174,18 +174,9 @@ def _differences(search: MeshSearch, before: list[int], after: list[int]) -> Ite
 def _neighbours(search: MeshSearch, k: int) -> Iterator[list[int]]:
     cost, assignment = search.cost, search.outcome.assignment
     total = search.cost.components(assignment)
-    at: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-    for scope, kind in cost.factors:
-        for variable in scope:
-            at.setdefault(variable, []).append((scope, kind))
     priced: list[tuple[float, int, int]] = []
-    for variable, factors in at.items():
-        options = np.zeros((cost.variables[variable].size, len(COMPONENTS)))
-        for scope, kind in factors:
-            index = tuple(slice(None) if v == variable else assignment[v] for v in scope)
-            for i, table in enumerate(cost.kinds[kind]):
-                if table is not None:
-                    options[:, i] += table[index]
+    for variable in range(len(cost.variables)):
+        options = np.sum([prices for *_, prices in local_prices(cost, assignment, variable)], axis=0)
         there = total - options[assignment[variable]] + options
         seconds = there[:, EXPOSED] + np.maximum(there[:, COMPUTE], there[:, TRAFFIC])
         priced += [(float(s), variable, i) for i, s in enumerate(seconds) if i != assignment[variable]]
