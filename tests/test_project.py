@@ -123,7 +123,6 @@ CALLED_BY_USERS = {
     "api.py": {"plan"},
     "foreign/check.py": {"check"},
     "planning/fits.py": {"fits"},
-    "launch/launcher.py": {"launch"},  # the options of shardwise run
     "runtime/parallelize.py": {"parallelize"},
     "train/checkpoints.py": {"save_checkpoint"},
     "train/data.py": {"__init__"},

@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from shardwise.train.checkpoints import save_checkpoint
     from shardwise.train.data import DataLoader
     from shardwise.train.peers import PeerCopy
-    from shardwise.train.planning import planned
     from shardwise.train.pretrained import save_pretrained
-    from shardwise.train.recovery import Recovery
+    from shardwise.train.recovery import Recovery, planned
     from shardwise.train.resuming import load_checkpoint
     from shardwise.train.retention import Keep
     from shardwise.train.trainer import Trainer
@@ -69,10 +68,9 @@ _HOMES = {
     "shardwise.runtime.whole_tensors": ("full_tensor", "norms"),
     "shardwise.train.checkpoints": ("save_checkpoint",),
     "shardwise.train.data": ("DataLoader",),
-    "shardwise.train.planning": ("planned",),
+    "shardwise.train.recovery": ("Recovery", "planned"),
     "shardwise.train.pretrained": ("save_pretrained",),
     "shardwise.train.peers": ("PeerCopy",),
-    "shardwise.train.recovery": ("Recovery",),
     "shardwise.train.resuming": ("load_checkpoint",),
     "shardwise.train.retention": ("Keep",),
     "shardwise.train.trainer": ("Trainer",),

@@ -28,7 +28,7 @@ from shardwise.plans.price_scope import prices_of
 from shardwise.plans.request import SEARCHES, PlanRequest, SearchName
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.programs.vjp import VjpCache
-from shardwise.report.comparison import ComparedPlan, Comparison
+from shardwise.report.alternatives import ComparedPlan, Comparison
 from shardwise.rules.keyed_rows import IMBALANCE
 from shardwise.search.decide import Kept
 from shardwise.search.memory_policy import Offload

@@ -26,7 +26,8 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import families, format_cluster
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.hosts import Host, find_host, read_hostfile, read_rank_table
-from shardwise.launch.launcher import launch
+from shardwise.launch.job import JobSettings
+from shardwise.launch.launcher import JobMachines, launch
 from shardwise.launch.restart_policy import ElasticConfig
 from shardwise.progress import show_progress
 
@@ -184,18 +185,12 @@ def _run(chosen: argparse.Namespace) -> int:
         _check_alone(chosen)
         return run_rank_alone(chosen.alone, command)
     hosts, node_rank = _hosts(chosen)
+    nnodes = 1 if chosen.nnodes is None else chosen.nnodes
     return launch(
         ["-m", *command] if chosen.module else command,
         chosen.num_ranks,
-        hosts=hosts,
-        nnodes=1 if chosen.nnodes is None else chosen.nnodes,
-        node_rank=node_rank,
-        master_addr=chosen.master_addr,
-        master_port=chosen.master_port,
-        log_dir=chosen.log_dir,
-        tag=chosen.tag,
-        show_all=chosen.all,
-        exit_grace_seconds=chosen.exit_grace,
+        JobMachines(hosts, nnodes, node_rank, chosen.master_addr, chosen.master_port),
+        JobSettings(chosen.log_dir, chosen.tag, chosen.all, exit_grace_seconds=chosen.exit_grace),
         elastic=elastic_settings(chosen),
         preload=chosen.preload,
     )

@@ -20,11 +20,9 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.launch.ranks import init_ranks, rank, world_size
 from shardwise.runtime.agree import gather_values
 from shardwise.runtime.communicator import rank_device
-from shardwise.runtime.guards.elementwise_optimizers import is_matrixwise
+from shardwise.runtime.guards.elementwise_optimizers import is_matrixwise, parameters_of
 from shardwise.runtime.guards.matrix_optimizers import has_states_here, owned_matrices
-from shardwise.runtime.guards.registry import ShardRecord, tensors_of
-from shardwise.runtime.hooks import gather_whole
-from shardwise.runtime.local_shards import shard
+from shardwise.runtime.guards.registry import ShardRecord, records_of, tensors_of
 from shardwise.train.parts import is_seed, splits_in
 
 try:
@@ -149,27 +147,17 @@ class ShardwiseStrategy(Strategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
-    def _records(self) -> dict[str, ShardRecord]:
-        """Map the names of shards in the module to where they are, tied ones under each of their names."""
-        records: dict[str, ShardRecord] = {}
-        for path, par in splits_in(self.lightning_module).items():
-            of = {id(tensor): par.records[name] for name, tensor in tensors_of(par) if name in par.records}
-            names = {f"{path}.{name}".lstrip("."): id(tensor) for name, tensor in tensors_of(par)}
-            records |= {name: of[key] for name, key in names.items() if key in of and of[key].layout.positions}
-        return records
-
     def _records_of(self, optimizer: Any) -> list[ShardRecord | None]:
         """Return where the shards in an optimizer are, None for whole parameters."""
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         if is_matrixwise(type(_own(optimizer))):  # its states are whole already, each with the owner of its matrix
             return [None] * len(parameters)
-        records = self._records()
-        name_of = {id(tensor): name for name, tensor in tensors_of(self.lightning_module)}
-        return [records.get(name_of.get(id(p), "")) for p in parameters]
+        return records_of(parameters)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state that the module would have on one device, on every rank in the host's memory. Collective."""
-        records = self._records()
+        tensors = dict(tensors_of(self.lightning_module))
+        records = dict(zip(tensors, records_of(tensors.values()), strict=True))
         state = self.lightning_module.state_dict()
         return {name: _whole(value, records.get(name)) for name, value in state.items()}
 
@@ -179,7 +167,7 @@ class ShardwiseStrategy(Strategy):
         matrices = owned_matrices(own) if is_matrixwise(type(own)) else []
         owners = {id(matrix.parameter): matrix.owner for matrix in matrices}
         state = {}
-        for index, (parameter, record) in enumerate(zip(_parameters(own), self._records_of(own), strict=True)):
+        for index, (parameter, record) in enumerate(zip(parameters_of(own), self._records_of(own), strict=True)):
             kept = own.state.get(parameter, {})
             if id(parameter) in owners:
                 kept = _copied(kept) if has_states_here(own, parameter) else None
@@ -206,11 +194,11 @@ class ShardwiseStrategy(Strategy):
         """Load whole states, of which this rank keeps its parts."""
         for optimizer, stored in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             records = self._records_of(optimizer)
-            parameters = _parameters(optimizer)
+            parameters = parameters_of(optimizer)
             parts = {
-                index: {key: _part(value, records[index]) for key, value in state.items()}
-                for index, state in stored["state"].items()
-                if has_states_here(_own(optimizer), parameters[index])
+                index: {key: value if record is None else record.cut(value) for key, value in state.items()}
+                for index, (parameter, record) in enumerate(zip(parameters, records, strict=True))
+                if (state := stored["state"].get(index)) and has_states_here(_own(optimizer), parameter)
             }
             optimizer.load_state_dict({**stored, "state": parts})
 
@@ -218,10 +206,6 @@ class ShardwiseStrategy(Strategy):
 def _own(optimizer: Any) -> Any:
     """Return the optimizer that one of Lightning's wraps, or the optimizer itself."""
     return getattr(optimizer, "_optimizer", optimizer)
-
-
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _copied(states: dict[str, Any]) -> dict[str, Any]:
@@ -237,12 +221,5 @@ def _of_owner(states: T | None) -> T:
 
 def _whole(value: Any, record: ShardRecord | None) -> Any:
     if record is not None:
-        part = value.detach().to(rank_device())
-        value = gather_whole(part, record.layout, f"the whole of {record.name}", record.ranks)
+        value = record.gather(value)
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-
-def _part(value: Any, record: ShardRecord | None) -> Any:
-    if record is None or not isinstance(value, torch.Tensor) or tuple(value.shape) != record.layout.shape:
-        return value
-    return shard(value, record.layout, record.ranks.coordinates).clone()

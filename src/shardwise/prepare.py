@@ -28,7 +28,7 @@ from shardwise.runtime.local_shards import shard
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.parallelize import agree_on_plan, parallelize
 from shardwise.train.data import DataLoader, arguments_of, same_random_numbers
-from shardwise.train.planning import planned
+from shardwise.train.recovery import planned
 
 # What sw.DataLoader passes on to torch's, with the value that means "not given".
 _OPTIONS: dict[str, Any] = {

@@ -12,16 +12,12 @@ from shardwise.plans.result import PlanningResult, PlanReport
 from shardwise.plans.survival import Survival
 from shardwise.proof.rule_check import RuleReport
 from shardwise.proof.verify import Report
-from shardwise.report.alternatives import PlanRanking, WhatIf
-from shardwise.report.comparison import Comparison
-from shardwise.report.expert_ways import ExpertWays
+from shardwise.report.alternatives import Comparison, ExpertWays, PipelineRanking, PlanRanking, WhatIf
 from shardwise.report.explain import Explanation
-from shardwise.report.pipeline_ranking import PipelineRanking
 from shardwise.report.search_reports import MicroBatches, StageExplanation, StageWhatIf
 from shardwise.runtime.finite import NotFinite
 from shardwise.runtime.parallel import Parallel as Pipeline
-from shardwise.runtime.pipeline_profile import PipelineProfile
-from shardwise.runtime.step_profile import StepProfile
+from shardwise.runtime.step_profile import PipelineProfile, StepProfile
 from shardwise.runtime.whole_tensors import Norms
 from shardwise.train.resuming import Checkpoint
 

@@ -16,7 +16,7 @@ from torch.distributed import _symmetric_memory
 import shardwise as sw
 from launch.gloo_ranks import RunRanks
 from programs.test_row_chunks import SEQUENCES, Llama
-from shardwise.runtime import symmetric_memory
+from shardwise.runtime import transit
 from shardwise.runtime.local_shards import shard
 
 STEPS = 2
@@ -34,7 +34,7 @@ def train_fused(plan: str, fault: bool) -> tuple[float, Counter[str], str]:
     ran: Counter[str] = Counter()
     failing: list[bool] = []
     said = ""
-    start = symmetric_memory.FusedMessage._start
+    start = transit.FusedMessage._start
 
     def counted(message: Any, *operands: Any) -> Any:
         ran["gathers" if message.instruction.gathers else "scatters"] += 1
@@ -47,8 +47,8 @@ def train_fused(plan: str, fault: bool) -> tuple[float, Counter[str], str]:
     module, batch = model()
     whole, _ = model()
     with (
-        mock.patch.object(symmetric_memory, "have_symmetric_memory", return_value=True),
-        mock.patch.object(symmetric_memory.FusedMessage, "_start", counted),
+        mock.patch.object(transit, "have_symmetric_memory", return_value=True),
+        mock.patch.object(transit.FusedMessage, "_start", counted),
         _symmetric_memory._test_mode(),
     ):
         par = sw.parallelize(module, sw.Plan.from_json(plan) if dist.get_rank() == 0 else None, compile=False)

@@ -15,11 +15,12 @@ _START = """
 import sys
 from shardwise.launch import zygote
 from shardwise.launch.restart_policy import ElasticConfig
-from shardwise.launch.launcher import launch
+from shardwise.launch.job import JobSettings
+from shardwise.launch.launcher import JobMachines, launch
 if {plain}:
     zygote.PRELOADED = ()
-options = dict(nnodes={machines}, node_rank={node}, master_addr="127.0.0.1", master_port={port}, show_all={plain})
-sys.exit(launch({command}, {ranks}, elastic=ElasticConfig({settings}), **options))
+machines = JobMachines((), {machines}, {node}, "127.0.0.1", {port})
+sys.exit(launch({command}, {ranks}, machines, JobSettings(show_all={plain}), elastic=ElasticConfig({settings})))
 """
 
 SECRET = b"of the tests"

@@ -16,8 +16,7 @@ from shardwise.costs.fit import KernelTime, MatmulTime, Measurements, StreamTime
 from shardwise.costs.kernels import KernelWork, kernel_seconds
 from shardwise.costs.units import Figures
 from shardwise.launch.calibrate import calibrate
-from shardwise.launch.measure import main, noise_of
-from shardwise.launch.measure_kernels import KernelSizes, host_bandwidth, kernel_times, launch_seconds
+from shardwise.launch.measure import KernelSizes, host_bandwidth, kernel_times, launch_seconds, main, noise_of
 
 CPU = torch.device("cpu")
 # Kinds that PyTorch's CPU kernels have as well (on a GPU also rms_norm, random and their backward).

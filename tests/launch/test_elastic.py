@@ -29,6 +29,7 @@ from shardwise.cli import main
 from shardwise.errors import LaunchError
 from shardwise.launch import elastic, hang_detector, zygote
 from shardwise.launch.hang_detector import HangDetector
+from shardwise.launch.job import JobSettings
 from shardwise.launch.restart_policy import ElasticConfig
 from shardwise.runtime import private
 from shardwise.runtime.heartbeat_file import Heartbeat, HeartbeatFile
@@ -36,7 +37,7 @@ from shardwise.runtime.heartbeat_file import Heartbeat, HeartbeatFile
 BODY = """
 from shardwise.runtime.generation import read_generation
 from shardwise.runtime.heartbeat_file import PAGE
-from shardwise.runtime.collective_tracker import trail
+from shardwise.runtime.heartbeat_file import trail
 
 generation = read_generation(os.environ).number
 size = int(os.environ["WORLD_SIZE"])
@@ -65,7 +66,7 @@ def test_a_spare_then_fewer_ranks_then_a_fresh_process_take_the_place_of_a_kille
         time.sleep(60)
     """
     settings = ElasticConfig(min_ranks=2, spares=1)
-    outcome = job(BODY + textwrap.dedent(body), 3, elastic=settings, log_dir=tmp_path / "logs")
+    outcome = job(BODY + textwrap.dedent(body), 3, elastic=settings, settings=JobSettings(tmp_path / "logs"))
     assert outcome.exit_code == 0
     assert outcome.seconds < PROMPTLY
     said = [line for line in outcome.stderr.splitlines() if "goes on" in line]

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from launch.jobs import PROMPTLY, Job
+from shardwise.launch.job import JobSettings
 
 # ---------------------------------------------------------------------------------------------------- when a rank fails
 
@@ -64,7 +65,7 @@ def test_error_lines_after_the_failure_are_counted_or_shown_behind_it(job: Job) 
     signal.signal(signal.SIGTERM, lambda *_: (say("peer lost"), os._exit(1)))
     mark("ready"); time.sleep(60)
     """.replace("if rank == 1:", "if rank == 1: wait_for('ready', 1);")
-    plain, tagged = job(body), job(body, tag=True)
+    plain, tagged = job(body), job(body, settings=JobSettings(tag=True))
     assert "peer lost" not in plain.stderr
     assert plain.last_line.startswith("  hidden: 1 later error lines of other ranks")
     assert tagged.stderr.index("[rank 1] ValueError") < tagged.stderr.index("[rank 0] peer lost")
@@ -130,7 +131,7 @@ def test_a_rank_that_does_not_listen_is_killed_after_the_grace_time(job: Job) ->
         if rank == 1: raise ValueError("over")
         time.sleep(60)
         """,
-        grace_seconds=0.5,
+        settings=JobSettings(grace_seconds=0.5),
     )
     assert 0.5 < outcome.seconds < PROMPTLY
     assert outcome.last_line.endswith("(ValueError: over); stopped the other 1 rank")
@@ -176,7 +177,7 @@ def test_a_rank_for_which_others_waited_in_vain_is_shown_where_it_hangs(job: Job
 
 def test_ranks_that_are_left_behind_are_stopped_after_the_time_that_was_allowed(job: Job) -> None:
     body = "def work(): mark('at'); time.sleep(60)\nif rank == 1: wait_for('at', 2); sys.exit()\nwork()"
-    outcome = job(body, 3, exit_grace_seconds=0.2)
+    outcome = job(body, 3, settings=JobSettings(exit_grace_seconds=0.2))
     assert (outcome.exit_code, outcome.seconds < PROMPTLY) == (1, True)
     first, where, fix = outcome.stderr.splitlines()
     assert first == "shardwise: rank 1 ended with exit code 0; ranks 0, 2 still ran 0.2 seconds later"

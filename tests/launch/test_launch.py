@@ -15,7 +15,8 @@ from launch.jobs import Job
 from raising import raises
 from shardwise.errors import LaunchError
 from shardwise.hosts import Host, free_port
-from shardwise.launch.launcher import launch, num_cores
+from shardwise.launch.job import JobSettings
+from shardwise.launch.launcher import JobMachines, launch, num_cores
 
 # ---------------------------------------------------------------------------------------------------- what a rank sees
 
@@ -26,7 +27,7 @@ def test_every_rank_finds_its_place_in_the_environment(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("SHARDWISE_CACHE")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    outcome = job("import json; json.dump(dict(os.environ), sys.stdout)", 3, log_dir=tmp_path / "logs")
+    outcome = job("import json; json.dump(dict(os.environ), sys.stdout)", 3, settings=JobSettings(tmp_path / "logs"))
     assert outcome.exit_code == 0
     places = [json.loads((tmp_path / "logs" / f"rank-{rank}.log").read_text()) for rank in range(3)]
     assert [place["RANK"] for place in places] == ["0", "1", "2"]
@@ -52,7 +53,7 @@ def test_ranks_are_forked_from_a_process_that_has_imported_what_is_preloaded(
     (folder / "slow_to_import.py").write_text("import os; importer = os.getpid()")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
     body = "import slow_to_import; print(slow_to_import.importer, os.getpid(), os.environ['RANK'], *sys.argv[1:])"
-    assert job(body, 2, preload=["slow_to_import"], log_dir=tmp_path).exit_code == 0
+    assert job(body, 2, preload=["slow_to_import"], settings=JobSettings(tmp_path)).exit_code == 0
     said = [(tmp_path / f"rank-{rank}.log").read_text().split() for rank in range(2)]
     (importer,) = {importer for importer, *_ in said}
     assert len({importer, said[0][1], said[1][1]}) == 3
@@ -62,9 +63,9 @@ def test_ranks_are_forked_from_a_process_that_has_imported_what_is_preloaded(
 
 
 def test_the_second_of_two_machines_numbers_its_ranks_on(job: Job, tmp_path: Path) -> None:
-    place = {"nnodes": 2, "node_rank": 1, "master_addr": "node0", "master_port": 1234}
+    machines = JobMachines((), 2, 1, "node0", 1234)
     body = "print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')))"
-    assert job(body, 2, log_dir=tmp_path, **place).stdout == ""
+    assert job(body, 2, machines=machines, settings=JobSettings(tmp_path)).stdout == ""
     assert (tmp_path / "rank-2.log").read_text() == "2 0 4 node0 1234\n"
     assert (tmp_path / "rank-3.log").read_text() == "3 1 4 node0 1234\n"
 
@@ -76,11 +77,12 @@ def test_every_machine_of_a_list_starts_its_own_ranks_with_its_own_gpus(
     hosts = [Host("node0", (1, 2)), Host("node1", (4, 0, 3), (6, 5, 7))]
     names = "RANK LOCAL_RANK LOCAL_WORLD_SIZE WORLD_SIZE MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES"
     body = f"print(*(os.environ.get(n, '-') for n in '{names}'.split()))"
-    assert job(body, None, hosts=hosts, log_dir=tmp_path).exit_code == 0
+    assert job(body, machines=JobMachines(hosts), settings=JobSettings(tmp_path)).exit_code == 0
     assert (tmp_path / "rank-1.log").read_text() == "1 0 2 5 node1 29500 -\n"
     assert (tmp_path / "rank-2.log").read_text() == "2 1 2 5 node1 29500 -\n"
     port, address = free_port(), "10.0.0.2"
-    second = job(body, None, hosts=hosts, node_rank=1, log_dir=tmp_path, master_addr=address, master_port=port)
+    machines = JobMachines(hosts, 1, 1, address, port)
+    second = job(body, machines=machines, settings=JobSettings(tmp_path))
     assert second.stdout == f"0 1 3 5 {address} {port} 6,5,7\n"
     assert (tmp_path / "rank-4.log").read_text() == f"4 0 3 5 {address} {port} 6,5,7\n"
 
@@ -88,7 +90,7 @@ def test_every_machine_of_a_list_starts_its_own_ranks_with_its_own_gpus(
 def test_gpus_that_the_user_chose_and_a_rank_table_must_agree(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with raises(LaunchError, "CUDA_VISIBLE_DEVICES=0,1", "6,5", source="node0"):
-        job("", None, hosts=[Host("node0", (0, 1), (6, 5))])
+        job("", machines=JobMachines([Host("node0", (0, 1), (6, 5))]))
 
 
 def test_a_script_runs_as_python_would_run_it(job: Job, tmp_path: Path) -> None:
@@ -123,13 +125,13 @@ def test_rank_0_speaks_for_all_but_every_error_line_is_shown(job: Job) -> None:
 
 
 def test_with_tags_every_rank_is_shown_behind_its_number(job: Job) -> None:
-    outcome = job("print('out'); say('err')", 2, tag=True)
+    outcome = job("print('out'); say('err')", 2, settings=JobSettings(tag=True))
     assert sorted(outcome.stdout.splitlines()) == ["[rank 0] out", "[rank 1] out"]
     assert sorted(outcome.stderr.splitlines()) == ["[rank 0] err", "[rank 1] err"]
 
 
 def test_all_ranks_are_shown_as_they_speak(job: Job) -> None:
-    outcome = job("print('out'); say('err')", 3, show_all=True)
+    outcome = job("print('out'); say('err')", 3, settings=JobSettings(show_all=True))
     assert (outcome.stdout, outcome.stderr) == ("out\n" * 3, "err\n" * 3)
 
 
@@ -169,7 +171,7 @@ def test_a_log_file_keeps_all_that_a_rank_wrote(job: Job, tmp_path: Path) -> Non
     if rank == 1: raise KeyError('lost')
     time.sleep(60)
     """
-    assert job(body, 3, log_dir=tmp_path / "a" / "b").exit_code == 1
+    assert job(body, 3, settings=JobSettings(tmp_path / "a" / "b")).exit_code == 1
     logs = [(tmp_path / "a" / "b" / f"rank-{rank}.log").read_text() for rank in range(3)]
     assert all(f"out {rank}" in log and f"err {rank}" in log for rank, log in enumerate(logs))
     assert ["KeyError: 'lost'" in log for log in logs] == [False, True, False]
@@ -186,13 +188,23 @@ def test_a_log_file_keeps_all_that_a_rank_wrote(job: Job, tmp_path: Path) -> Non
         (["-m"], 2, {}, "nothing to run"),
         ([__file__], 0, {}, "cannot start 0 ranks"),
         ([__file__], -1, {}, "cannot start -1 ranks"),
-        ([__file__], 1, {"nnodes": 2, "node_rank": 2, "master_port": 1}, "node rank 2 is not one of 2 nodes"),
+        ([__file__], 1, {"machines": JobMachines((), 2, 2, None, 1)}, "node rank 2 is not one of 2 nodes"),
         ([__file__], None, {}, "the number of ranks is missing"),
-        ([__file__], 1, {"nnodes": 0}, "node rank 0 is not one of 0 nodes"),
-        ([__file__], 1, {"nnodes": 2, "master_port": 1}, ("2 nodes cannot meet without the address of node 0", "fix:")),
-        ([__file__], 1, {"nnodes": 2, "master_addr": "node0"}, "2 nodes cannot meet without a common port"),
-        ([__file__], 1, {"master_port": 65536}, "65536 is not a port"),
-        ([__file__], 1, {"log_dir": "/dev/null/logs"}, ("cannot write logs", "--log-dir")),
+        ([__file__], 1, {"machines": JobMachines((), 0)}, "node rank 0 is not one of 0 nodes"),
+        (
+            [__file__],
+            1,
+            {"machines": JobMachines((), 2, master_port=1)},
+            ("2 nodes cannot meet without the address of node 0", "fix:"),
+        ),
+        (
+            [__file__],
+            1,
+            {"machines": JobMachines((), 2, master_addr="node0")},
+            "2 nodes cannot meet without a common port",
+        ),
+        ([__file__], 1, {"machines": JobMachines(master_port=65536)}, "65536 is not a port"),
+        ([__file__], 1, {"settings": JobSettings("/dev/null/logs")}, ("cannot write logs", "--log-dir")),
     ],
 )
 def test_a_job_that_cannot_start_says_why(command: list[str], num_ranks: int, options: Any, message: object) -> None:
@@ -205,9 +217,9 @@ def test_a_port_that_is_taken_is_named_before_any_rank_starts(job: Job, hosts: t
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with raises(LaunchError, f"port {port}", "another process", fix="another --master-port"):
-            job("print('started')", 1, hosts=hosts, master_port=port)
+            job("print('started')", 1, machines=JobMachines(hosts, master_port=port))
         if hosts:  # the second machine only connects to it
-            assert job("pass", 1, hosts=hosts, node_rank=1, master_port=port).exit_code == 0
+            assert job("pass", 1, machines=JobMachines(hosts, node_rank=1, master_port=port)).exit_code == 0
 
 
 def test_a_free_port_can_be_listened_on() -> None:

@@ -27,14 +27,14 @@ from shardwise.hosts import Host, free_port
 from shardwise.launch import node_agent
 from shardwise.launch.channel import Channel, version
 from shardwise.launch.coordinator import STOPPED, Coordinator
-from shardwise.launch.launcher import launch
+from shardwise.launch.launcher import JobMachines, launch
 from shardwise.launch.node_agent import GenerationStart, Listener, NodeAgent
 from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy
 
 BODY = """
 from shardwise.runtime.generation import read_generation
 from shardwise.runtime.heartbeat_file import PAGE
-from shardwise.runtime.collective_tracker import trail
+from shardwise.runtime.heartbeat_file import trail
 
 generation = read_generation(os.environ).number
 size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
@@ -573,10 +573,10 @@ def test_settings_that_cannot_be_are_refused(script: Callable[[str], str]) -> No
     path = script("")
     hosts = (Host("a", (0, 2)), Host("b", (1, 3)))
     with raises(LaunchError, "--elastic"):
-        launch([path], hosts=hosts, elastic=ElasticConfig())
+        launch([path], machines=JobMachines(hosts), elastic=ElasticConfig())
     with raises(LaunchError, "--wait-for-machines", 0):
-        launch([path], 1, nnodes=2, master_addr="a", master_port=1, elastic=ElasticConfig(wait_seconds=0))
+        launch([path], 1, JobMachines((), 2, 0, "a", 1), elastic=ElasticConfig(wait_seconds=0))
     with raises(LaunchError, "node rank 2", "2 nodes", fix="--node-rank 1"):
-        launch([path], 1, nnodes=2, node_rank=2, master_addr="a", master_port=1)
+        launch([path], 1, JobMachines((), 2, 2, "a", 1))
     with raises(LaunchError, "node rank 1", "1 nodes", fix="--node-rank 1"):
-        launch([path], 1, node_rank=1, elastic=ElasticConfig())
+        launch([path], 1, JobMachines(node_rank=1), elastic=ElasticConfig())

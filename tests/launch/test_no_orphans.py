@@ -33,7 +33,12 @@ def test_what_ranks_started_ends_with_them(job: Job, tmp_path: Path) -> None:
         assert outcome.seconds < PROMPTLY
 
 
-START = "import sys; from shardwise.launch.launcher import launch; sys.exit(launch(sys.argv[1:], 3, grace_seconds=1.0))"
+START = """
+import sys
+from shardwise.launch.job import JobSettings
+from shardwise.launch.launcher import launch
+sys.exit(launch(sys.argv[1:], 3, settings=JobSettings(grace_seconds=1.0)))
+"""
 
 
 @dataclass(frozen=True)

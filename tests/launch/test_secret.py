@@ -12,7 +12,7 @@ import pytest
 from launch.jobs import Job
 from raising import raises
 from shardwise.errors import LaunchError
-from shardwise.launch.secret import job_secret
+from shardwise.launch.channel import job_secret
 
 
 def test_the_first_launcher_makes_the_file_and_the_others_read_it(tmp_path: Path) -> None:

@@ -24,12 +24,11 @@ from shardwise.layouts.text import parse_layout
 from shardwise.plans.price_scope import format_step_interval, priced_cluster
 from shardwise.plans.printing import format_figures, merged_operators, plan_figures
 from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds
-from shardwise.report.device_grid import device_grid, pieces_of
 from shardwise.report.page import write_page
+from shardwise.report.pictures import device_grid, pieces_of
 from shardwise.report.search_reports import SearchReport
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.pipeline_profile import PipelineProfile
-from shardwise.runtime.step_profile import ProfileRow, StepProfile
+from shardwise.runtime.step_profile import PipelineProfile, ProfileRow, StepProfile
 
 LIBRARY = Path(sw.__file__).parent / "report" / "templates" / "echarts.min.js"
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from raising import raises
 from shardwise.errors import CollectiveError, ShardwiseError
-from shardwise.runtime import failure_store
-from shardwise.runtime.failure_store import FailureStore
+from shardwise.runtime import faults
+from shardwise.runtime.faults import FailureStore
 
 
 class Late:
@@ -48,7 +48,7 @@ class Ranks:
 def ranks() -> Iterator[Ranks]:
     made = Ranks()
     with (
-        mock.patch.object(failure_store, "_PATIENCE_SECONDS", -1.0),  # every wait looks into the store
+        mock.patch.object(faults, "_PATIENCE_SECONDS", -1.0),  # every wait looks into the store
         mock.patch.object(dist, "is_initialized", return_value=True),
         mock.patch.object(dist, "get_world_size", return_value=2),
         mock.patch.object(dist, "get_rank", side_effect=lambda: made.rank),

@@ -15,7 +15,7 @@ import shardwise as sw
 from proving import prove
 from shardwise.errors import CaptureWarning
 from shardwise.proof import ranks as proof
-from shardwise.runtime import memory_of_outputs
+from shardwise.runtime import lazy_gather
 
 
 class Keeps(nn.Module):
@@ -149,7 +149,7 @@ def test_verify_sees_outputs_and_buffers_that_share_memory_where_one_device_does
     plan = plan_of(net, x)
     with mock.patch.object(proof, without, broken[without]):
         assert not sw.verify(net, x, plan).ok
-    assert getattr(memory_of_outputs, without) is getattr(proof, without)
+    assert getattr(lazy_gather, without) is getattr(proof, without)
 
 
 def steps(net, x, optimizer):

@@ -19,8 +19,7 @@ from launch.gloo_ranks import RunRanks, wait_for_all_ranks
 from raising import message
 from runtime.staged_model import Staged, staged_batch
 from shardwise.runtime import communicator
-from shardwise.runtime.collective_tracker import trail
-from shardwise.runtime.heartbeat_file import HeartbeatFile
+from shardwise.runtime.heartbeat_file import HeartbeatFile, trail
 from shardwise.runtime.stage import StageWorker
 
 

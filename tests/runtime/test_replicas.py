@@ -23,8 +23,8 @@ from runtime.training import Trained, call_and_differentiate, check_close, step_
 from shardwise.graph.written_out import SEED
 from shardwise.layouts.text import parse_layout
 from shardwise.runtime import compiled
-from shardwise.runtime.observe import Half, Observer
 from shardwise.runtime.replicas import Fingerprint, _leaders
+from shardwise.runtime.step import Half, Observer
 
 # ------------------------------------------------------------------------------------------------------- fingerprints
 

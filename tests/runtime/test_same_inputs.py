@@ -21,10 +21,10 @@ from runtime.staged_model import Staged, staged_batch
 from shardwise.errors import ShardwiseError
 from shardwise.graph.trees import flatten_call
 from shardwise.layouts.placement import Placement
-from shardwise.runtime import same_inputs
+from shardwise.runtime import signatures
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.host_copies import CopyInFlight
-from shardwise.runtime.same_inputs import SameInputs
+from shardwise.runtime.signatures import SameInputs
 
 Change = Callable[[list[torch.Tensor]], None]
 
@@ -262,7 +262,7 @@ def behind_kernels(_: None) -> list[str]:
     ranks = Communicator(Placement.whole(sw.Mesh(dp=2)))
     same = SameInputs(ranks, Communicator(ranks.place, backend="gloo"), torch.device("cpu"))
     said = []
-    with mock.patch.object(same_inputs, "start_copy", start_copy):
+    with mock.patch.object(signatures, "start_copy", start_copy):
         for number in range(7):
             ranks.calls += 1
             flat, spec = flatten_call((torch.tensor([number, number == 2 and dist.get_rank()]), 1.0), {})

@@ -167,7 +167,7 @@ class SimulatedJob:
         course, caught = RestartPolicy(settings, setting.num_ranks), list[int]()
 
         def make_job(folder: str, ranks: range) -> Job:
-            return Job(folder, {}, False, 5.0, selector=Selector(self.cluster), caught=caught)  # type: ignore[arg-type]
+            return Job(folder, {}, selector=Selector(self.cluster), caught=caught)  # type: ignore[arg-type]
 
         runner = GenerationRunner(
             course, setting.num_machines, ["train.py"], self._environment, make_job, f"/scratch/{machine.node}",

@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from shardwise.launch import bootstrap, channel, coordinator, elastic, hang_detector, job, node_agent, processes, ranks
-from shardwise.runtime import collective_tracker
+from shardwise.runtime import heartbeat_file
 from shardwise.runtime.heartbeat_file import NEXT_FILE, HeartbeatFile
 from simulated_job.simulated_network import CPU_SECONDS, Network, Pipe, Readable, Wire
 from simulated_job.simulated_time import Lock, Process, Simulation
@@ -397,7 +397,7 @@ class Cluster:
         )
         clocked = (channel, coordinator, elastic, hang_detector, job, node_agent, processes, bootstrap)
         return [
-            *((module, "time", times) for module in (*clocked, collective_tracker, ranks)),
+            *((module, "time", times) for module in (*clocked, heartbeat_file, ranks)),
             *((module, "os", files) for module in (job, processes, elastic, bootstrap)),
             *((module, "open", self._open) for module in (processes, bootstrap)),
             *((module, "socket", sockets) for module in (channel, node_agent)),

@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwise.launch import bootstrap, ranks
 from shardwise.launch.rank_environment import RankEnvironment
-from shardwise.runtime.collective_tracker import CollectiveTracker
 from shardwise.runtime.generation import GenerationEnded
+from shardwise.runtime.heartbeat_file import CollectiveTracker
 from simulated_job.simulated_machines import Cluster, RankHere
 from simulated_job.simulated_network import Readable
 from simulated_job.simulated_time import SimulationError

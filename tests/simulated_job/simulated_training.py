@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from shardwise.runtime import agree, rank_tree
-from shardwise.runtime import failure_store as failures
-from shardwise.runtime.collective_tracker import CollectiveTracker
+from shardwise.runtime import faults as failures
 from shardwise.runtime.generation import Generation
-from shardwise.train import checkpoints, data, local_folder, peers, recovery, resuming, retention, rounds, saving
+from shardwise.runtime.heartbeat_file import CollectiveTracker
+from shardwise.train import checkpoints, data, local_folder, peers, recovery, resuming, retention, saving
 from shardwise.train.files import CheckpointReader
 from shardwise.train.local_folder import LocalFolder
 from shardwise.train.stores import folder_of
@@ -286,18 +286,18 @@ class SimulatedTraining:
         tracker = _Delegate(lambda: self.here.tracker)
         return [
             *((module, "dist", dist) for module in (agree, rank_tree, failures)),
-            *((module, "trail", tracker) for module in (rounds, recovery, agree, failures, saving)),
-            *((module, "time", times) for module in (rounds, saving, failures)),
+            *((module, "trail", tracker) for module in (recovery, agree, failures, saving)),
+            *((module, "time", times) for module in (recovery, saving, failures)),
             *((module, "current", current) for module in (recovery, saving)),
             *((module, "threading", threads) for module in (agree, peers, saving)),
             *((module, "show_progress_once", lambda what: nullcontext()) for module in (checkpoints, resuming)),
-            *((module, "warnings", warned) for module in (rounds, recovery, saving, checkpoints, resuming)),
+            *((module, "warnings", warned) for module in (recovery, saving, checkpoints, resuming)),
             *((LocalFolder, name, self._slowed(name)) for name in _FILE_OPERATIONS),
             (agree, "monotonic", times.monotonic),
             (agree, "sleep", simulation.sleep),
             (agree, "group_timeout", lambda: timedelta(seconds=600)),
             (agree, "_turns", _Turns(self)),
-            (rounds, "failure_store", _Delegate(lambda: self.here.failures)),
+            (recovery, "failure_store", _Delegate(lambda: self.here.failures)),
             (recovery, "print", lambda *_, **__: None),
             (peers, "platform", SimpleNamespace(node=lambda: f"node-{self.here.process.machine.node}")),
             (local_folder, "lock", self._lock),

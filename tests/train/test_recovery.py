@@ -24,11 +24,10 @@ from shardwise.errors import PlanWarning, StragglerWarning
 from shardwise.launch.launcher import launch
 from shardwise.launch.restart_policy import ElasticConfig
 from shardwise.plans.plan import Plan
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import Generation, current
-from shardwise.runtime.heartbeat_file import HeartbeatFile
+from shardwise.runtime.heartbeat_file import HeartbeatFile, trail
 from shardwise.train.peers import PeerCopy, Peers
-from shardwise.train.rounds import Rounds, slowness
+from shardwise.train.recovery import Rounds, slowness
 from train import elastic_run
 from train.runs import batch, make, split
 
@@ -249,7 +248,7 @@ def test_a_stage_with_more_work_is_no_straggler_and_a_rank_slower_than_its_own_s
 
 
 def test_a_plan_is_made_once_per_job_and_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from shardwise.train import planning
+    from shardwise.train import recovery
 
     made: list[int] = []
 
@@ -258,8 +257,8 @@ def test_a_plan_is_made_once_per_job_and_number_of_ranks(monkeypatch: pytest.Mon
         return sw.plan(torch.nn.Linear(4, 4), torch.zeros(4, 4), 2, mesh=sw.Mesh(dp=2), mode="data_parallel")
 
     def turn(generation: Generation | None, rank: int) -> Plan | None:
-        monkeypatch.setattr(planning, "_turns", iter(range(9)))
-        monkeypatch.setattr(planning, "rank_and_world_size", lambda: (rank, 2))
+        monkeypatch.setattr(recovery, "_turns", iter(range(9)))
+        monkeypatch.setattr(recovery, "rank_and_world_size", lambda: (rank, 2))
         monkeypatch.setattr(current, "generation", generation)
         return sw.planned(make)
 

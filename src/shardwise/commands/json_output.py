@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from shardwise.plans.auto_stages import AutoStagesReport, SettingOutcome
     from shardwise.plans.micro_batch_search import MicroBatchOutcome
     from shardwise.plans.plan import Plan
-    from shardwise.report.alternatives import PlanRanking
-    from shardwise.report.expert_ways import ExpertWays
+    from shardwise.report.alternatives import ExpertWays, PipelineRanking, PlanRanking
     from shardwise.report.explain import Explanation
-    from shardwise.report.pipeline_ranking import PipelineRanking
     from shardwise.report.search_reports import MicroBatches, StageExplanation
 
 
@@ -64,7 +62,7 @@ def explanation_data(
     answer: Explanation | StageExplanation | ExpertWays | MicroBatches | AutoStagesReport,
 ) -> dict[str, Any]:
     """Return the data of an explanation: of a choice (in a stage), of micro-batches, or of stages."""
-    from shardwise.report.expert_ways import ExpertWays
+    from shardwise.report.alternatives import ExpertWays
     from shardwise.report.explain import Explanation
     from shardwise.report.search_reports import MicroBatches, StageExplanation
 
@@ -135,7 +133,7 @@ def _planned(trial: MicroBatchOutcome | SettingOutcome) -> dict[str, Any]:
 
 
 def ranking_data(ranking: PlanRanking | PipelineRanking) -> dict[str, Any]:
-    from shardwise.report.pipeline_ranking import PipelineRanking
+    from shardwise.report.alternatives import PipelineRanking
 
     if isinstance(ranking, PipelineRanking):
         names = ("step_seconds", "bubble", "num_bytes", "changed")

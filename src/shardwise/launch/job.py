@@ -47,16 +47,33 @@ _LEAVE_SECONDS = 4.0  # for all ranks to leave
 _NOTICE_SECONDS = 30.0  # how long ranks may run after another's exit code 0 before a notice is printed
 
 
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """What becomes of the output of ranks, and how long ranks may take to end.
+
+    Args:
+        log_dir: a folder where ``rank-3.log`` keeps the complete output of rank 3.
+        tag: whether to prefix every line with ``[rank 3] ``.
+        show_all: whether to print the stdout of all ranks.
+        grace_seconds: time between SIGTERM and SIGKILL.
+        exit_grace_seconds: how long ranks may still run after another exited with 0; by default without limit. A notice
+            names them after half a minute.
+    """
+
+    log_dir: str | os.PathLike[str] | None = None
+    tag: bool = False
+    show_all: bool = False
+    grace_seconds: float = 5.0
+    exit_grace_seconds: float | None = None
+
+
 @dataclass(slots=True)
 class Job:
     """The ranks of this machine. A single thread forwards their output and checks the processes."""
 
     scratch: str
     logs: dict[int, IO[bytes]]
-    tag: bool
-    grace_seconds: float
-    exit_grace_seconds: float | None = None
-    show_all: bool = False
+    settings: JobSettings = JobSettings()
     abandons: bool = False  # whether to kill the other ranks at once after a failure: their state is kept elsewhere
     keeps: bool = False  # whether ranks may leave after a failure instead, so that their processes run on
     spawn: Spawn = start_process
@@ -231,7 +248,7 @@ class Job:
             (now, bootstrap.STACK_SIGNAL, self.stopped),
             (after, signal.SIGTERM, others),
             (now + _OWN_EXIT_SECONDS, signal.SIGTERM, failed),
-            (after + (0 if self.abandons else self.grace_seconds), signal.SIGKILL, self.ranks),
+            (after + (0 if self.abandons else self.settings.grace_seconds), signal.SIGKILL, self.ranks),
         ]
         if self._may_keep:
             leaving = [rank for rank in failed if rank.failure is not None and rank.failure.is_of_others]
@@ -279,7 +296,7 @@ class Job:
         if self.first_exit is None:
             self.first_exit = now
         numbers, elapsed = [rank.number for rank in running], now - self.first_exit
-        if self.exit_grace_seconds is not None and elapsed >= self.exit_grace_seconds:
+        if self.settings.exit_grace_seconds is not None and elapsed >= self.settings.exit_grace_seconds:
             self.exit_code, self.stopped = EXIT_LEFT_BEHIND, running
             self._stop(running, [])
         elif elapsed >= _NOTICE_SECONDS and not self.noticed:
@@ -304,7 +321,7 @@ class Job:
         self.schedule = [
             (now, signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM, self.ranks),
             (later, signal.SIGTERM, self.ranks),
-            (later + self.grace_seconds, signal.SIGKILL, self.ranks),
+            (later + self.settings.grace_seconds, signal.SIGKILL, self.ranks),
         ]
         print_line(f"{signal.Signals(signum).name}: stopping {len(self.ranks)} ranks")
 
@@ -327,7 +344,7 @@ class Job:
         for rank in self.ranks:
             if rank.number in self.logs and (failure := rank.look_for_failure()) is not None:
                 self.logs[rank.number].write(failure.traceback.encode("utf-8", "backslashreplace"))
-        if self.tag:
+        if self.settings.tag:
             for number, line in self.hidden:
                 self._show(number, [line])
         also: dict[str, list[int]] = {}
@@ -352,7 +369,7 @@ class Job:
         done = [rank.number for rank in self.ranks if rank.process.returncode == 0]
         if cause.follow_up and done:
             lines.append(f"  note:   {name_all_ranks(done)} had already ended, with exit code 0")
-        if self.hidden and not self.tag:
+        if self.hidden and not self.settings.tag:
             lines.append(
                 f"  hidden: {len(self.hidden)} later error lines of other ranks "
                 "(--tag shows, --log-dir keeps all output)"
@@ -362,7 +379,7 @@ class Job:
     def _summarize_left_behind(self) -> None:
         stopped = [rank.number for rank in self.stopped]
         done = [rank.number for rank in self.ranks if rank.number not in stopped]
-        later = f"{name_all_ranks(stopped)} still ran {self.exit_grace_seconds:g} seconds later"
+        later = f"{name_all_ranks(stopped)} still ran {self.settings.exit_grace_seconds:g} seconds later"
         fix = "  fix:    let every rank take part in the same collectives, or give more time: --exit-grace SECONDS"
         print_line("\n".join([f"{name_all_ranks(done)} ended with exit code 0; {later}", *self._positions(), fix]))
 
@@ -390,7 +407,7 @@ class Job:
             self.hidden += [(number, line) for line in pipe.lines(data)]
             return
         lines = pipe.lines(data)
-        if number == 0 or self.tag or self.show_all or not pipe.is_stdout:
+        if number == 0 or self.settings.tag or self.settings.show_all or not pipe.is_stdout:
             self._show(number, lines, pipe.is_stdout)
 
     def _has_failed(self) -> bool:
@@ -400,7 +417,7 @@ class Job:
         return self.failing is not None or any(os.path.exists(rank.failure_file) for rank in self.ranks)
 
     def _show(self, rank: int, lines: Sequence[bytes], is_stdout: bool = False) -> None:
-        prefix = f"[rank {rank}] ".encode() if self.tag else b""
+        prefix = f"[rank {rank}] ".encode() if self.settings.tag else b""
         _write(sys.stdout if is_stdout else sys.stderr, b"".join(prefix + line for line in lines))
 
 

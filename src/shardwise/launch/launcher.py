@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -18,29 +19,41 @@ from typing import IO
 from shardwise.errors import LaunchError
 from shardwise.hosts import Host, free_port, listen
 from shardwise.launch import bootstrap
+from shardwise.launch.channel import SECRET, job_secret
 from shardwise.launch.elastic import GenerationRunner, folder_in_memory, folder_of_launcher
-from shardwise.launch.job import Job, signals_caught
+from shardwise.launch.job import Job, JobSettings, signals_caught
 from shardwise.launch.node_agent import GenerationStart, NodeAgent
 from shardwise.launch.rank_environment import DEFAULT_PORT
 from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy
-from shardwise.launch.secret import SECRET, job_secret
 from shardwise.launch.zygote import Zygote
+
+
+@dataclass(frozen=True, slots=True)
+class JobMachines:
+    """The machines of a job, each of which makes the same call, with its own ``node_rank``.
+
+    Args:
+        hosts: the ranks of every machine; replaces a number of ranks and ``nnodes``. The ranks meet at the host of
+            rank 0.
+        nnodes: number of machines.
+        node_rank: index of this machine. In an elastic job, values from ``nnodes`` on are standby machines.
+        master_addr: address of machine 0; needed with several machines, unless ``hosts`` names them.
+        master_port: port at that address; by default a free one on a single machine, and 29500 with several ``hosts``.
+    """
+
+    hosts: Sequence[Host] = ()
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
 
 
 def launch(
     command: Sequence[str],
     num_ranks: int | None = None,
+    machines: JobMachines | None = None,
+    settings: JobSettings | None = None,
     *,
-    hosts: Sequence[Host] = (),
-    nnodes: int = 1,
-    node_rank: int = 0,
-    master_addr: str | None = None,
-    master_port: int | None = None,
-    log_dir: str | os.PathLike[str] | None = None,
-    tag: bool = False,
-    show_all: bool = False,
-    grace_seconds: float = 5.0,
-    exit_grace_seconds: float | None = None,
     elastic: ElasticConfig | None = None,
     preload: Sequence[str] = (),
 ) -> int:
@@ -52,17 +65,8 @@ def launch(
     Args:
         command: the script or module to run, with its arguments.
         num_ranks: ranks per machine.
-        hosts: the ranks of every machine; replaces ``num_ranks`` and ``nnodes``. The ranks meet at the host of rank 0.
-        nnodes: number of machines. Each makes the same call, with its own ``node_rank``.
-        node_rank: index of this machine. With ``elastic``, values from ``nnodes`` on are standby machines.
-        master_addr: address of machine 0; needed with several machines, unless ``hosts`` names them.
-        master_port: port at that address; by default a free one on a single machine, and 29500 with several ``hosts``.
-        log_dir: a folder where ``rank-3.log`` keeps the complete output of rank 3.
-        tag: whether to prefix every line with ``[rank 3] ``.
-        show_all: whether to print the stdout of all ranks.
-        grace_seconds: time between SIGTERM and SIGKILL.
-        exit_grace_seconds: how long ranks may still run after another exited with 0; by default without limit. A notice
-            names them after half a minute.
+        machines: all machines, and which this one is; by default it is the only one.
+        settings: of the output and the end of ranks.
         elastic: survive the loss of ranks and machines (``launch.elastic``). The launchers then meet at the master's
             address and port, and the ranks of every generation at a free port of rank 0's machine.
         preload: modules to import once, in a process from which the ranks are forked.
@@ -74,7 +78,8 @@ def launch(
     Raises:
         LaunchError: the job cannot be started.
     """
-    hosts = hosts or _unnamed_hosts(num_ranks, nnodes)
+    machines, settings = machines or JobMachines(), settings or JobSettings()
+    hosts, node_rank = machines.hosts or _unnamed_hosts(num_ranks, machines.nnodes), machines.node_rank
     _check_node(hosts, node_rank, stands_by=elastic is not None)
     _check_command(command)
     here = hosts[min(node_rank, len(hosts) - 1)]
@@ -85,16 +90,17 @@ def launch(
         _check_slots(hosts, devices, len(here.ranks) + elastic.spares)
 
     def master() -> tuple[str, int]:
-        return _master_addr(hosts, master_addr), _master_port(hosts, master_port, serves=0 in here.ranks)
+        address = _master_addr(hosts, machines.master_addr)
+        return address, _master_port(hosts, machines.master_port, serves=0 in here.ranks)
 
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(folder_of_launcher(tempfile.gettempdir(), "job"))
-        logs = _open_logs(stack, log_dir, here.ranks if node_rank < len(hosts) else [])
+        logs = _open_logs(stack, settings.log_dir, here.ranks if node_rank < len(hosts) else [])
         caught: list[int] = []
 
         def make_job(folder: str, ranks: Sequence[int]) -> Job:
-            logs.update(_open_logs(stack, log_dir, [rank for rank in ranks if rank not in logs]))
-            return Job(folder, logs, tag, grace_seconds, exit_grace_seconds, show_all, caught=caught)
+            logs.update(_open_logs(stack, settings.log_dir, [rank for rank in ranks if rank not in logs]))
+            return Job(folder, logs, settings, caught=caught)
 
         slots, address = list(range(len(here.ranks))), master()
         environment = partial(_shared_environment, devices)

@@ -17,12 +17,20 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.hosts import free_port, listen, own_address, route_address
-from shardwise.launch.channel import Channel, as_place, as_text, connect_all, version, wait_until_readable, whole
+from shardwise.launch.channel import (
+    SECRET_FIX,
+    Channel,
+    as_place,
+    as_text,
+    connect_all,
+    version,
+    wait_until_readable,
+    whole,
+)
 from shardwise.launch.coordinator import EXIT_ALONE, SURE_SECONDS, Address, Coordinator
 from shardwise.launch.job import EXIT_INTERRUPTED, print_line
 from shardwise.launch.processes import Failure
 from shardwise.launch.restart_policy import RestartPolicy
-from shardwise.launch.secret import SECRET_FIX
 
 _TURN_SECONDS = 0.1
 _REST_SECONDS = 1e-5  # of the head between turns, for each machine

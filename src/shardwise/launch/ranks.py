@@ -27,11 +27,10 @@ from shardwise.costs import probe
 from shardwise.errors import LaunchError, name_ranks, problem
 from shardwise.hosts import listen, own_address
 from shardwise.launch.rank_environment import RankEnvironment, read_place
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import backend_of, rank_device
 from shardwise.runtime.generation import current, process_state, read_generation
 from shardwise.runtime.gpu_watcher import abort_communicators
-from shardwise.runtime.heartbeat_file import PAGE
+from shardwise.runtime.heartbeat_file import PAGE, trail
 
 _GPU_PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # with either, Slurm shows a task only its own GPU
 _VERDICT = "shardwise/verdict"

@@ -3,7 +3,7 @@
 Rotary tables, positions, ALiBi, relative positions and masks depend only on constants and on buffers that the step does
 not write. Those of them that the rest of a step reads are *kept* from step to step. The program is divided into one
 that computes them and one that takes them as operands. Each rank keeps only its own shards. The runtime recomputes them
-when a buffer has changed (``runtime.hoisted_constants``).
+when a buffer has changed (``runtime.step``).
 
 Kept values occupy memory permanently. So they may take at most ``SHARE`` of the bytes that a rank holds of the sources
 and of the largest value of the step. Larger values are computed in every step from the kept ones. The decision depends

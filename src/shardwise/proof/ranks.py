@@ -42,8 +42,8 @@ from shardwise.proof.errors_by_tensor import Key, TensorError, Values, compare
 from shardwise.proof.runs import OneDevice, RunStart, optimizer_of, state_of_part
 from shardwise.proof.virtual import Values as VirtualValues
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
+from shardwise.runtime.lazy_gather import alias_buffers, separate_memory, whole_buffers, write_buffers
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.memory_of_outputs import alias_buffers, separate_memory, whole_buffers, write_buffers
 from shardwise.runtime.stage import rows_of_pass, with_samples_in
 
 CPU = torch.device("cpu")

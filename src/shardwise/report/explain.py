@@ -147,7 +147,7 @@ def explain(search: MeshSearch, name: str) -> Explanation:
     """Explain the choice of an operator or of a parameter's storage. Raises PlanError for an unknown name."""
     cost, assignment = search.cost, search.outcome.assignment
     variable = find_variable(cost, name)
-    local = _local(cost, assignment, variable)
+    local = local_prices(cost, assignment, variable)
     least_steps = step_bounds(search, variable)
     alternatives = []
     for value in range(cost.variables[variable].size):
@@ -177,7 +177,7 @@ def explain(search: MeshSearch, name: str) -> Explanation:
     return Explanation(name, kind, tuple(ordered), text_of(search, variable, alone), decided_by, favour)
 
 
-def _local(cost: CostGraph, assignment: list[int], variable: int) -> list[tuple[int | None, str, Floats]]:
+def local_prices(cost: CostGraph, assignment: list[int], variable: int) -> list[tuple[int | None, str, Floats]]:
     """Return (neighbour, its name, prices of shape [values, components]) for a variable; its own prices are first."""
     size = cost.variables[variable].size
     itself = np.zeros((size, len(COMPONENTS)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardwise.plans.entries import Stage
 from shardwise.plans.printing import merged_operators, owner_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.explain import Explanation
+from shardwise.report.stage_passes import StagePass
 
 _AXES = re.compile(r"@(\([\w.,]+\)|[\w.]+)|(replicated|partial)\(([^)]*)\)")
 
@@ -66,14 +67,8 @@ class Module:
         return "" if self.seconds is None else format_seconds(self.seconds)
 
 
-def rows_of(
-    stage: Stage,
-    seconds: Mapping[str, float] | None,
-    types: Callable[[str], tuple[str, ...]],
-    reads: Callable[[str], tuple[str, ...]],
-    why: Callable[[str], Mapping[str, Any] | None],
-) -> tuple[list[Row], list[str]]:
-    """Return the rows of a stage's operators, and the conversions of its outputs."""
+def rows_of(stage: Stage, seconds: Mapping[str, float] | None, known: StagePass | None) -> tuple[list[Row], list[str]]:
+    """Return the rows of a stage's operators, and the conversions of its outputs. ``known``: a pass of the stage."""
     merged, delivered = merged_operators(stage, buckets=False)
     sources = {entry.name: entry.source for entry in stage.operators}
     home = {member: row[0] for row, members in merged for member in members}
@@ -89,6 +84,7 @@ def rows_of(
     rows = []
     for (name, strategy, rule, *conversions), members in merged:
         first = members[0]
+        reads = () if known is None else known.reads(first)
         seconds_of_row = None if seconds is None else sum(seconds.get(member, 0.0) for member in members)
         rows.append(
             Row(
@@ -97,11 +93,11 @@ def rows_of(
                 rule,
                 tuple(line.strip() for line in conversions),
                 len(members),
-                types(first),
-                tuple(dict.fromkeys(home[read] for read in reads(first) if read in home)),
+                () if known is None else known.types(first),
+                tuple(dict.fromkeys(home[read] for read in reads if read in home)),
                 seconds_of_row,
                 sources.get(first, ""),
-                why(first),
+                None if known is None else known.why(first),
                 tuple(messages.get(first, ())),
                 tuple(members),
             )

@@ -30,12 +30,10 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import priced_cluster
 from shardwise.plans.printing import advice, format_communication, format_figures, of_outputs, owner_of, plan_figures
 from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_interval_seconds, format_seconds
-from shardwise.report.charts import place_rows, timeline
-from shardwise.report.device_grid import device_grid
 from shardwise.report.outline import mark_axes, rows_of, tree_of
-from shardwise.report.pictures import StageFigures, differences, pictures_of
-from shardwise.runtime.pipeline_profile import PipelineProfile
-from shardwise.runtime.step_profile import StepProfile
+from shardwise.report.pictures import device_grid, differences, pictures_of, place_rows, timeline
+from shardwise.report.stage_passes import StagePass
+from shardwise.runtime.step_profile import PipelineProfile, StepProfile
 
 MOST_LISTED = 20
 MOST_CHANGES = 200
@@ -53,11 +51,11 @@ class Share:
 def write_page(
     path: str | Path,
     plan: Plan,
-    figures: Sequence[StageFigures] = (),
+    figures: Sequence[StagePass] = (),
     *,
     profile: StepProfile | PipelineProfile | None = None,
     other: Plan | None = None,
-    other_figures: Sequence[StageFigures] = (),
+    other_figures: Sequence[StagePass] = (),
 ) -> None:
     """Write the page.
 
@@ -126,8 +124,8 @@ def write_page(
     Path(path).write_text(content, encoding="utf-8")
 
 
-def _plan_data(plan: Plan, figures: Sequence[StageFigures], beside: Plan | None) -> dict[str, Any]:
-    passes_or_none: Sequence[StageFigures | None] = figures or (None,) * len(plan.stages)
+def _plan_data(plan: Plan, figures: Sequence[StagePass], beside: Plan | None) -> dict[str, Any]:
+    passes_or_none: Sequence[StagePass | None] = figures or (None,) * len(plan.stages)
     stages = [_stage(stage, of_stage) for stage, of_stage in zip(plan.stages, passes_or_none, strict=True)]
     cluster = priced_cluster(plan)
     passes = [
@@ -163,7 +161,7 @@ def _pipeline_time(plan: Plan) -> list[Share]:
     return [Share(name, format_seconds(share * whole), 100 * share) for name, share in parts]
 
 
-def _pass(figures: StageFigures, mesh: Mesh, cluster: Cluster | None) -> dict[str, Any]:
+def _pass(figures: StagePass, mesh: Mesh, cluster: Cluster | None) -> dict[str, Any]:
     """Return the tables of a simulated pass."""
     step = figures.step
     takes = format_seconds(step.seconds)
@@ -223,7 +221,7 @@ def _pipeline(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
-def _stage(stage: Stage, figures: StageFigures | None) -> dict[str, Any]:
+def _stage(stage: Stage, figures: StagePass | None) -> dict[str, Any]:
     names = {operator.name for operator in stage.operators}
     seconds: defaultdict[str, float] | None = None
     if figures is not None:
@@ -231,8 +229,7 @@ def _stage(stage: Stage, figures: StageFigures | None) -> dict[str, Any]:
         for event in figures.step.events:
             if not event.stream and event.part != "update":
                 seconds[owner_of(event.name, names)] += event.seconds
-    lookups = (_nothing, _nothing, lambda _: None) if figures is None else (figures.types, figures.reads, figures.why)
-    rows, delivered = rows_of(stage, seconds, *lookups)
+    rows, delivered = rows_of(stage, seconds, figures)
     return {
         "mesh": str(stage.mesh),
         "ranks": len(stage.placement.ranks),
@@ -241,10 +238,6 @@ def _stage(stage: Stage, figures: StageFigures | None) -> dict[str, Any]:
         "tree": tree_of(rows),
         "delivered": delivered,
     }
-
-
-def _nothing(name: str) -> tuple[str, ...]:
-    return ()
 
 
 def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:

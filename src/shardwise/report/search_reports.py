@@ -14,7 +14,6 @@ from shardwise.costs.ledger import Peak
 from shardwise.costs.trace import Track, write_trace
 from shardwise.errors import PlanError
 from shardwise.graph.ir import Graph
-from shardwise.layouts.text import format_layout
 from shardwise.plans.auto_stages import AutoStagesReport
 from shardwise.plans.micro_batch_search import MicroBatchOutcome
 from shardwise.plans.pipelines import PipelineResult
@@ -22,18 +21,22 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_tie
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.result import PlanningResult, plan_of
-from shardwise.programs.rank_program import RankProgram
-from shardwise.report.alternatives import PlanRanking, WhatIf, top, what_if
+from shardwise.report.alternatives import (
+    ExpertWays,
+    PipelineRanking,
+    PlanRanking,
+    WhatIf,
+    expert_ways,
+    rank_pipelines,
+    top,
+    what_if,
+)
 from shardwise.report.cost_graph_file import write_cost_graph
-from shardwise.report.expert_ways import ExpertWays, expert_ways
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
 from shardwise.report.page import write_page
-from shardwise.report.pictures import OperatorLookup, StageFigures
-from shardwise.report.pipeline_ranking import PipelineRanking, rank_pipelines
-from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, tracks_of, with_saved
-from shardwise.runtime.pipeline_profile import PipelineProfile
-from shardwise.runtime.step_profile import StepProfile
+from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, tracks_of
+from shardwise.runtime.step_profile import PipelineProfile, StepProfile
 from shardwise.search.auto import MeshSearch
 from shardwise.search.planner import StageSearchResult
 from shardwise.untrusted_text import shorten_repr
@@ -256,20 +259,18 @@ class SearchReport:
         near = ", ".join(get_close_matches(name, names, 3) or names[:6])
         raise PlanError(f"no stage has {name!r}", fix=f"one of {near}, ...")
 
-    def stage_figures(self) -> tuple[StageFigures, ...]:
-        """Return the figures of every stage, with all micro-batches in flight, for a page; none without prices."""
+    def stage_figures(self) -> tuple[StagePass, ...]:
+        """Return a pass of every stage, with all micro-batches in flight, for a page; none without prices."""
         if self.plan.pipeline is None and self.plan.predicted is None:
             return ()
         figures = []
         for number, of_stage in enumerate(self.passes()):
-            step, waiting = of_stage.step, 0
+            peak = of_stage.step.peak
             if self.plan.pipeline is not None:
-                waiting = stage_peak(self.plan, number, step).num_bytes - step.peak_bytes
-            over = tuple(with_saved(peak, waiting) for peak in of_stage.over)
-            step = replace(step, peak=with_saved(step.peak, waiting))
-            lookups = _types_and_reads(of_stage.graph, of_stage.program)
-            levels = of_stage.prices.links.level_names
-            figures.append(StageFigures(step, over, *lookups, self.alternatives_of, levels))
+                peak = stage_peak(self.plan, number, of_stage.step)
+            waiting = peak.num_bytes - of_stage.step.peak_bytes
+            step = replace(of_stage.step, peak=peak)
+            figures.append(replace(of_stage, step=step, waiting=waiting, why=self.alternatives_of))
         return tuple(figures)
 
     def write(
@@ -294,20 +295,6 @@ class SearchReport:
             searched = other.report if isinstance(other, PlanningResult) else None
         beside = searched.stage_figures() if isinstance(searched, SearchReport) else ()
         write_page(path, self.plan, self.stage_figures(), profile=profile, other=plan_of(other), other_figures=beside)
-
-
-def _types_and_reads(graph: Graph, program: RankProgram) -> tuple[OperatorLookup, OperatorLookup]:
-    makers = {name: op.name for op in graph.ops for name in op.results}
-    layouts = program.spmd.layouts
-
-    def types(name: str) -> tuple[str, ...]:
-        results = [value for value in graph.op_by_name[name].results if value in layouts]
-        return tuple(format_layout(layouts[value], graph.by_name[value].dtype) for value in results)
-
-    def reads(name: str) -> tuple[str, ...]:
-        return tuple(makers[value] for value in graph.op_by_name[name].operands if value in makers)
-
-    return types, reads
 
 
 def _checked_count(k: int) -> int:

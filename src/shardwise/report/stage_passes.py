@@ -7,8 +7,10 @@ The program of every stage is bound again from the plan, so that types and event
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.ledger import CATEGORIES, Peak
@@ -20,6 +22,7 @@ from shardwise.costs.timeline import Event, SimulatedStep, simulate_program
 from shardwise.costs.trace import Held, Track, by_stream
 from shardwise.errors import PlanError
 from shardwise.graph.ir import Graph
+from shardwise.layouts.text import format_layout
 from shardwise.plans.bind_stages import bound
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import prices_of
@@ -31,17 +34,33 @@ from shardwise.search.orders import OrderProblem
 
 @dataclass(frozen=True, eq=False)
 class StagePass:
-    """A stage without the others. ``program``: that of its fullest rank; ``step``: a simulated pass of the program."""
+    """A stage without the others. ``program``: that of its fullest rank; ``step``: a simulated pass of the program;
+    ``waiting``: bytes that other micro-batches in flight have saved; ``why``: maps an operator to table rows on its
+    alternatives, or to None."""
 
     graph: Graph
     program: RankProgram
     prices: Prices
     step: SimulatedStep
+    waiting: int = 0
+    why: Callable[[str], Mapping[str, Any] | None] = lambda _: None
 
-    @property
+    @cached_property
     def over(self) -> tuple[Peak, ...]:
         """Return the memory at every operator."""
-        return memory_of_program(self.program, self.prices, over_time=True).over
+        over = memory_of_program(self.program, self.prices, over_time=True).over
+        return tuple(with_saved(peak, self.waiting) for peak in over)
+
+    def types(self, name: str) -> tuple[str, ...]:
+        """Return the types of an operator's results."""
+        layouts, graph = self.program.spmd.layouts, self.graph
+        results = [value for value in graph.op_by_name[name].results if value in layouts]
+        return tuple(format_layout(layouts[value], graph.by_name[value].dtype) for value in results)
+
+    def reads(self, name: str) -> tuple[str, ...]:
+        """Return the operators whose results an operator reads."""
+        makers, operands = self.graph.producer, self.graph.op_by_name[name].operands
+        return tuple(makers[value].name for value in operands if value in makers)
 
 
 def stage_passes(plan: Plan, graph: Graph, prelude: Graph | None) -> tuple[StagePass, ...]:

@@ -24,9 +24,9 @@ from torch._ops import OpOverload
 
 from shardwise.errors import LaunchError, ShardwiseError, name_ranks
 from shardwise.progress import show_progress
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator, group_timeout
 from shardwise.runtime.generation import process_state
+from shardwise.runtime.heartbeat_file import trail
 from shardwise.runtime.rank_tree import FANOUT, RankTree, SmallGroup
 
 T = TypeVar("T")

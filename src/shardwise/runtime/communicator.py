@@ -22,9 +22,8 @@ import torch.distributed as dist
 from shardwise.errors import LaunchError
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.placement import Placement
-from shardwise.runtime.collective_tracker import trail
-from shardwise.runtime.failure_store import failure_store
-from shardwise.runtime.faults import BlockedRank, exchange_failed
+from shardwise.runtime.faults import BlockedRank, exchange_failed, failure_store
+from shardwise.runtime.heartbeat_file import trail
 from shardwise.runtime.rank_tree import RankTree
 
 # torch 2.13 renamed these two; the older names still work there, with a warning.

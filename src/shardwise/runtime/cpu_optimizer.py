@@ -1,9 +1,8 @@
 """Offload optimizer states to host memory between steps, under plans that ask for it.
 
-Hooks run before and after every optimizer step. The one before does the whole update, group by group
-(``programs.state_groups``): it copies a group's states to the device, steps these parameters alone, and copies the
-states back while the next group's arrive. The step itself then finds no parameters. This needs torch's own element-wise
-optimizers, whose states are per parameter, so that updating groups one after another equals one update.
+The steps of torch's own element-wise optimizers are replaced: they update group by group (``programs.state_groups``).
+The states of a group are copied to the device, its parameters are updated alone, and the states go back while those of
+the next group arrive. States of these optimizers are per parameter, so this equals one update.
 
 Between steps ``optimizer.state`` holds host tensors (pinned for a GPU). Where the device is the CPU the copies are
 still made: the same steps, without the gain.
@@ -12,27 +11,25 @@ still made: the same steps, without the gain.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.costs.optimizers import is_on_host
 from shardwise.errors import ShardwiseError
 from shardwise.programs.state_groups import is_offloaded, state_groups
 from shardwise.runtime.cpu_embedding import HOST
-from shardwise.runtime.guards.elementwise_optimizers import bare_step, known_elementwise
+from shardwise.runtime.guards.elementwise_optimizers import ELEMENTWISE, known_elementwise, replace_step
+from shardwise.runtime.hooks import watch_optimizers
 from shardwise.runtime.host_copies import CopyInFlight, host_memory, start_copy
 
 _ON_DEVICE = "plan with the optimizer's name without ' on host'"
 
 # Modules whose plan keeps states on the host -> names of their parameters that are on the host themselves.
 _modules: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()
-_hidden: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()  # parameters of groups, during a step
 
 
 def place_states(module: torch.nn.Module, optimizer: str, on_host: frozenset[str] = frozenset()) -> None:
@@ -40,7 +37,9 @@ def place_states(module: torch.nn.Module, optimizer: str, on_host: frozenset[str
     does. ``on_host``: names of parameters that are on the host themselves."""
     if is_on_host(optimizer):
         _modules[module] = on_host
-        _install()
+        watch_optimizers(_check)
+        for kind in ELEMENTWISE:
+            replace_step(kind, _step_by_groups)
 
 
 def with_states_on_host() -> frozenset[int]:
@@ -53,27 +52,21 @@ def with_states_on_host() -> frozenset[int]:
     )
 
 
-@cache
-def _install() -> None:
-    register_optimizer_step_pre_hook(_update)
-    register_optimizer_step_post_hook(_show)
+def _has_some(optimizer: Optimizer, offloaded: frozenset[int]) -> bool:
+    return any(id(parameter) in offloaded for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _update(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Do the whole update before a step. Raises ShardwiseError for optimizers not known to allow updating parameters
-    one after another."""
-    _show(optimizer, args, kwargs)  # the last step may have failed after this hook
-    lists = [group["params"] for group in optimizer.param_groups]
+def _step_by_groups(step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Replace the ``step`` of an element-wise optimizer. A closure runs once, before the update."""
     offloaded = with_states_on_host()
-    if offloaded.isdisjoint(id(parameter) for parameters in lists for parameter in parameters):
-        return None
-    _check(optimizer)
-    args, kwargs = _evaluated(args, kwargs)
+    if not _has_some(optimizer, offloaded):
+        return step(optimizer, *args, **kwargs)
+    closure: Callable[[], Any] | None = args[0] if args else kwargs.get("closure")
+    with torch.enable_grad():
+        loss = None if closure is None else closure()
+    lists = [group["params"] for group in optimizer.param_groups]
     parameters = [(i, p) for i, group_parameters in enumerate(lists) for p in group_parameters]
     groups = state_groups([(numbered, numbered[1].nbytes) for numbered in parameters])
-    step = bare_step(type(optimizer).step)
     hosts = _CpuStates(optimizer, offloaded)
     try:
         hosts.bring(p for _, p in groups[0])
@@ -87,29 +80,16 @@ def _update(
             step(optimizer)
             hosts.send(p for _, p in group)
         hosts.end()
-    except BaseException:
-        _restore(optimizer, lists)
-        raise
-    for group_now in optimizer.param_groups:
-        group_now["params"] = []
-    _hidden[optimizer] = lists
-    return args, kwargs
+    finally:
+        for group_now, group_parameters in zip(optimizer.param_groups, lists, strict=True):
+            group_now["params"] = group_parameters
+    return loss
 
 
-def _show(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Give the optimizer its parameters back after a step."""
-    lists = _hidden.pop(optimizer, None)
-    if lists is not None:
-        _restore(optimizer, lists)
-
-
-def _restore(optimizer: Optimizer, lists: Iterable[list[Tensor]]) -> None:
-    for group, parameters in zip(optimizer.param_groups, lists, strict=True):
-        group["params"] = parameters
-
-
-def _check(optimizer: Optimizer) -> None:
-    """Raise ShardwiseError where an update cannot be done group by group."""
+def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ShardwiseError where an update cannot be done group by group. torch calls this before every step."""
+    if not _has_some(optimizer, with_states_on_host()):
+        return
     kind, what = type(optimizer), ""
     if torch.compiler.is_compiling():
         what = "torch.compile wraps a step whose optimizer states are copied from and to the host"
@@ -118,21 +98,9 @@ def _check(optimizer: Optimizer) -> None:
         what = f"{kind.__qualname__} is not known to count its steps per parameter, which updates by group need"
     elif any(group.get("differentiable") for group in optimizer.param_groups):
         what = "a differentiable update needs its states on the device"
-    elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        what = f"hooks of this {kind.__qualname__} would see a partial update, since groups are updated one by one"
     if what:
         what = f"{what}, but the plan keeps its states on the host"
-        raise ShardwiseError(what, fix=f"use one of torch's element-wise optimizers without hooks, or {_ON_DEVICE}")
-
-
-def _evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run the closure of a step, if any, before the update, and return the arguments with its loss."""
-    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return args, kwargs
-    with torch.enable_grad():
-        loss = closure()
-    return (args[0], lambda: loss), {}
+        raise ShardwiseError(what, fix=f"use one of torch's element-wise optimizers, or {_ON_DEVICE}")
 
 
 class _CpuStates:

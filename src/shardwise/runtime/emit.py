@@ -22,8 +22,7 @@ from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_embedding import HOST
 from shardwise.runtime.host_copies import StartCopy, WaitForCopy
-from shardwise.runtime.symmetric_memory import RunFusedProduct
-from shardwise.runtime.transit import Arriving, Converting, Departing
+from shardwise.runtime.transit import Arriving, Converting, Departing, RunFusedProduct
 
 
 @dataclass(frozen=True)

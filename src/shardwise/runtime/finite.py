@@ -23,10 +23,9 @@ from shardwise.costs.timeline import ONCE
 from shardwise.errors import NotFiniteError, name_ranks, problem
 from shardwise.programs.instructions import Compute, Origin
 from shardwise.runtime.agree import gather_values
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.emit import Emitted, take_all
-from shardwise.runtime.observe import Half, Observer, halves_of
-from shardwise.runtime.step import Observed
+from shardwise.runtime.heartbeat_file import trail
+from shardwise.runtime.step import Half, Observed, Observer, halves_of
 from shardwise.runtime.transit import Arriving, Converting, Departing
 
 Kind = Literal["parameter", "buffer", "input", "operator", "conversion", "sum", "unknown"]

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.communicator import backend_of, group_timeout
-from shardwise.runtime.failure_store import failure_store
+from shardwise.runtime.faults import failure_store
 from shardwise.runtime.generation import process_state
 
 _POLL_SECONDS = 1.0  # as long as a rank waits for gloo before it asks for failures

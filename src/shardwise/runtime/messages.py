@@ -20,7 +20,6 @@ from shardwise.programs.keyed_rows import RowExchange
 from shardwise.programs.moves import LocalMove
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.keyed_rows import imbalance_of
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import (
     Communicator,
     InFlight,
@@ -34,6 +33,7 @@ from shardwise.runtime.communicator import (
 )
 from shardwise.runtime.faults import BlockedRank, exchange_failed, is_out_of_memory
 from shardwise.runtime.gpu_watcher import gpu_watcher
+from shardwise.runtime.heartbeat_file import trail
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "any": dist.ReduceOp.MAX}
 
@@ -107,6 +107,11 @@ class CollectiveMessage:
         self.parcels = [PackedTensors([moves[i] for i in positions], ranks, in_place) for positions in together]
         self.is_gloos = is_gloo(ranks.group(first.axes))
         self.is_nccls = backend_of(ranks.group(first.axes)) == "nccl"
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the collective and return its results. Raises as ``launch``."""
+        buffers, _ = self.launch(tensors, wait=True)
+        return self.land(buffers, tensors if self.with_own else ())
 
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[list[torch.Tensor], list[InFlight]]:
         """Start the collective: return (the buffers it fills, the handles for ``finish``, none if it is done).

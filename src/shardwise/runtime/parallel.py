@@ -24,19 +24,16 @@ from shardwise.plans.quantities import format_bytes
 from shardwise.plans.schedule import schedule_of
 from shardwise.programs.micro_batches import Passes
 from shardwise.runtime.agree import meet_all, show_progress_once
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import refuse_create_graph
 from shardwise.runtime.finite import FiniteWatch, NotFinite, all_finite, first_of
 from shardwise.runtime.guards.registry import ShardRecord, tensors_of
+from shardwise.runtime.heartbeat_file import trail
 from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.host_copies import Arrivals
-from shardwise.runtime.lazy_gather import deliver_outputs
+from shardwise.runtime.lazy_gather import alias_buffers, deliver_outputs, separate_memory, write_buffers
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.memory_of_outputs import alias_buffers, separate_memory, write_buffers
-from shardwise.runtime.observe import Half, observed
 from shardwise.runtime.parallel_module import ParallelModule, named_tensors, no_loss
-from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.program_cache import (
     CallSpec,
     Executable,
@@ -46,8 +43,8 @@ from shardwise.runtime.program_cache import (
 )
 from shardwise.runtime.signatures import Batch
 from shardwise.runtime.stage import BoundaryTensor, StageCall
-from shardwise.runtime.step import CallableStep, GradAccumStep, Observed
-from shardwise.runtime.step_profile import StepProfile, profile_step
+from shardwise.runtime.step import CallableStep, GradAccumStep, Half, Observed, observed
+from shardwise.runtime.step_profile import PipelineProfile, StepProfile, profile_pipeline, profile_step
 
 _GRADIENTS_WERE_BAD = (
     "a gradient is not finite, although all values of this step are: the gradients to which the step was added were not"
@@ -123,9 +120,6 @@ class Parallel(ParallelModule):
             raise ShardwiseError(
                 f'loss is "all" (every rank gets it) or "last" (those of the last stage), not {loss!r}'
             )
-        if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
-            stepped: torch.Tensor | None = torch.compiler.disable(self.step)(*args, loss=loss, scaler=scaler, **kwargs)
-            return stepped
         if not self._checks_finite():
             return self._run_step(args, kwargs, loss, scaler)
         restore = self._start()
@@ -166,19 +160,15 @@ class Parallel(ParallelModule):
     def _find_not_finite(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NotFinite | None:
         """Run a step that has run before again, operator by operator; None if its loss and gradients are finite by
         themselves. Collective."""
-        replicas, self._replicas = self._replicas, None  # a checked step runs another program
-        try:
-            with self._unchanged(), ExitStack() as stack:
-                self.zero_grad()
-                watches = []
-                for number, step, others in self._steps_here():
-                    watches.append(FiniteWatch(number))
-                    stack.enter_context(observed(step, watches[-1], others))
-                loss = self._run_step(args, kwargs, "all", None)
-                first, is_finite = first_of(watches), all_finite(loss, self.parameters(), self.device)
-            return None if first is None and is_finite else first or NotFinite((), "unknown", "", "", "", "", ())
-        finally:
-            self._replicas = replicas
+        with self._unchanged(), ExitStack() as stack:
+            self.zero_grad()
+            watches = []
+            for number, step, others in self._steps_here():
+                watches.append(FiniteWatch(number))
+                stack.enter_context(observed(step, watches[-1], others))
+            loss = self._run_step(args, kwargs, "all", None)
+            first, is_finite = first_of(watches), all_finite(loss, self.parameters(), self.device)
+        return None if first is None and is_finite else first or NotFinite((), "unknown", "", "", "", "", ())
 
     def _steps_here(self) -> Iterator[tuple[int, CallableStep | GradAccumStep, list[Half]]]:
         """Yield the programs of this rank's stages in the latest step: number of the stage, program, its halves of
@@ -267,16 +257,12 @@ class Parallel(ParallelModule):
             self.zero_grad()
             self._run_step(args, kwargs, "all", None)
 
-        replicas, self._replicas = self._replicas, None  # a checked step runs another program
-        try:
-            with self._unchanged():
-                step()  # compiles and allocates memory
-                if self.plan.is_pipeline:
-                    return profile_pipeline(step, self._latest, self.plan, self._stage_ranks, self.device, steps)
-                state = [*self.parameters(), *self.buffers()]
-                return profile_step(step, self.latest.runs, self.plan, state, self.device, steps)
-        finally:
-            self._replicas = replicas
+        with self._unchanged():
+            step()  # compiles and allocates memory
+            if self.plan.is_pipeline:
+                return profile_pipeline(step, self._latest, self.plan, self._stage_ranks, self.device, steps)
+            state = [*self.parameters(), *self.buffers()]
+            return profile_step(step, self.latest.runs, self.plan, state, self.device, steps)
 
     # -- a call under a plan without stages ----------------------------------------------------------------------------
 
@@ -290,11 +276,6 @@ class Parallel(ParallelModule):
         has_own_backward: bool = False,
     ) -> CallResult:
         """Run a call under a plan without stages. ``has_own_backward``: the caller runs backward, if any."""
-        if torch.compiler.is_compiling():
-            called: CallResult = torch.compiler.disable(self._call)(
-                args, kwargs, loss_only=loss_only, predicts=predicts, has_own_backward=has_own_backward
-            )
-            return called
         self.plan.only_stage  # noqa: B018 - raises PlanError for several
         flat, spec = self._begin(args, kwargs)
         mode = self._mode(loss_only=loss_only, predicts=predicts)

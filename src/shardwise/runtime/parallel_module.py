@@ -33,16 +33,15 @@ from shardwise.plans.micro_batch_search import announce_statistics
 from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import Schedule, schedule_of
 from shardwise.programs.micro_batches import Passes, whole_sources
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_optimizer import place_states
 from shardwise.runtime.guards.protect import protect
-from shardwise.runtime.guards.registry import ShardRecord, shard_records, tensors_of
+from shardwise.runtime.guards.registry import KEY, ShardRecord, check_entries, shard_metadata, shard_records, tensors_of
+from shardwise.runtime.heartbeat_file import trail
 from shardwise.runtime.holding import ShardMaterializer, install_shards
 from shardwise.runtime.hooks import ShardedModule, gather_whole
 from shardwise.runtime.host_copies import Arrivals
 from shardwise.runtime.initial.materialize import Init
-from shardwise.runtime.original_module import OriginalModuleMonitor
 from shardwise.runtime.program_cache import (
     CallSpec,
     Executable,
@@ -54,12 +53,11 @@ from shardwise.runtime.program_cache import (
     refuse_input_gradients,
 )
 from shardwise.runtime.replicas import PipelineCheck, ReplicaCheck
-from shardwise.runtime.same_inputs import SameInputs
-from shardwise.runtime.shared_parameters import PipelineRankGroups, sharing_pipeline_ranks
 from shardwise.runtime.signatures import (
     Batch,
     LocalInputs,
     ParamFlags,
+    SameInputs,
     Signature,
     call_key,
     check_equal,
@@ -70,16 +68,17 @@ from shardwise.runtime.signatures import (
 )
 from shardwise.runtime.stage import (
     MicroBatchesInTurn,
+    PipelineRankGroups,
     StageCall,
     StageInputs,
     StageProgram,
     StageWorker,
     samples_of,
+    sharing_pipeline_ranks,
     with_samples_in,
 )
 from shardwise.runtime.stage_faults import StageFaults
-from shardwise.runtime.state_dict_entries import KEY, check_entries, cut_entries, shard_metadata
-from shardwise.runtime.tensor_table import TensorTable
+from shardwise.runtime.tensor_table import OriginalModuleMonitor, TensorTable
 from shardwise.runtime.torch_schedules import Scheduled
 
 _Built = TypeVar("_Built", Executable, StageCall)
@@ -289,11 +288,14 @@ class ParallelModule(ShardedModule):
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Restore gradients, buffers and random state after trial steps."""
+        """Restore gradients, buffers and random state after trial steps. Replicas are not compared in these, since a
+        checked step runs another program."""
         gradients, restore = [p.grad for p in self.parameters()], self._start()
+        replicas, self._replicas = self._replicas, None
         try:
             yield
         finally:
+            self._replicas = replicas
             for parameter, gradient in zip(self.parameters(), gradients, strict=True):
                 parameter.grad = gradient
             restore()
@@ -310,7 +312,9 @@ class ParallelModule(ShardedModule):
     ) -> None:
         shards = {prefix + name: shard for name, shard in self._shards.items()}
         check_entries(local_metadata.get(KEY, {}), self._shards, self.device_number)
-        state_dict |= cut_entries(state_dict, shards)  # torch's copy, which submodules read
+        state_dict |= {
+            key: record.cut(state_dict[key]) for key, record in shards.items() if key in state_dict
+        }  # a copy
         for name in self._elsewhere:
             state_dict.pop(prefix + name, None)
         seed = state_dict.get(prefix + SEED)

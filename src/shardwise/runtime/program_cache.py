@@ -39,16 +39,13 @@ from shardwise.runtime.compiled import CompiledVariant, compiled_program, with_e
 from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 from shardwise.runtime.cuda_graphs import GraphMemory, graph_program
 from shardwise.runtime.emit import Emitted, emit
-from shardwise.runtime.failure_store import failure_store
-from shardwise.runtime.faults import is_out_of_memory
+from shardwise.runtime.faults import failure_store, is_out_of_memory
 from shardwise.runtime.gpu_watcher import gpu_watcher
-from shardwise.runtime.hoisted_constants import Constants
-from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
+from shardwise.runtime.lazy_gather import LEAST_BYTES, announce_copies, whole_buffers, with_outputs_split
 from shardwise.runtime.memory_check import note_memory
-from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.signatures import in_other_mode
-from shardwise.runtime.step import CallableStep, GradAccumStep
-from shardwise.runtime.symmetric_memory import find_symmetric_memory
+from shardwise.runtime.step import CallableStep, Constants, GradAccumStep
+from shardwise.runtime.transit import find_symmetric_memory
 
 Inputs = Literal["global", "local"]
 Outputs = Literal["when read", "whole"]
@@ -60,11 +57,15 @@ _R = TypeVar("_R")
 
 
 def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a method of a parallel module to run without ambient autocast: the plan's is part of the program. Raises
-    CaptureError under an autocast other than the plan's."""
+    """Decorate a method of a parallel module to run without ambient autocast: the plan's is part of the program. Under
+    a ``torch.compile`` around the module it runs outside Dynamo. Raises CaptureError under an autocast other than the
+    plan's."""
 
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            result: _R = torch.compiler.disable(called)(*args, **kwargs)
+            return result
         module: Any = args[0]
         failure_store.begin()
         try:

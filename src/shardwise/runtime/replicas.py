@@ -34,8 +34,7 @@ from shardwise.programs.spmd import SpmdProgram
 from shardwise.runtime.agree import gather_values
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import Emitted
-from shardwise.runtime.observe import Half, Observer, halves_of
-from shardwise.runtime.step import Forward
+from shardwise.runtime.step import Forward, Half, Observer, halves_of
 
 Kind = Literal[
     "batch", "input", "parameter", "buffer", "constant", "activation", "seed", "operator", "conversion", "gradient"

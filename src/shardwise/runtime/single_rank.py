@@ -7,7 +7,7 @@ part of a plan for thousands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +95,7 @@ def run_alone(
         spmds = bound(plan, step_graph(graph) if plan.is_pipeline else graph, training=module.training).spmds
         for number, (stage, spmd) in enumerate(zip(plan.stages, spmds, strict=True)):
             if rank in stage.placement.ranks:
-                ranks = _Alone(stage.placement)
+                ranks = Communicator(stage.placement)
                 calls = ProgramCache(module, plan.alone(number), settings, ranks, ranks)
                 profiles[number] = _measured(calls, spmd, rank, steps, repeats=repeats)
     return StagesProfile(rank, plan.num_ranks, profiles) if plan.is_pipeline else profiles[0]
@@ -137,19 +137,6 @@ def _without_others(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-class _Alone(Communicator):
-    """Communicator of a rank without others; it creates only the groups of this rank."""
-
-    def create_groups(
-        self, axis_sets: Iterable[tuple[str, ...]], urgent: Collection[frozenset[str]] = frozenset()
-    ) -> None:
-        device = self.place.device_of(self.rank)
-        for axes in sorted({tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}):
-            if frozenset(axes) not in self._groups:
-                members = sorted(self.place.ranks[other] for other in self.mesh.group(axes, device))
-                self._groups[frozenset(axes)] = dist.new_group(members)
 
 
 def _made_up(spmd: SpmdProgram, ranks: Communicator, device: torch.device) -> list[Tensor]:

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 
 from shardwise.costs.pipeline_simulation import Kind
-from shardwise.errors import ShardwiseError
+from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.graph.capture import Capture
 from shardwise.graph.ir import Graph, Ref
 from shardwise.plans.bind_stages import BoundStages, delivered_layouts
@@ -28,10 +28,10 @@ from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import Passes, values_of_step
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.split_backward import split_backward
-from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.communicator import Communicator, new_groups
 from shardwise.runtime.host_copies import Arrivals
+from shardwise.runtime.lazy_gather import write_buffers
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.memory_of_outputs import write_buffers
 from shardwise.runtime.program_cache import Executable
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.signatures import Wanted
@@ -450,3 +450,51 @@ def _through_hooks(saved: Sequence[Any]) -> Sequence[Any]:
 
 
 _TOKEN = (torch.empty(1, device="meta"),)  # a schedule needs a message even if nothing crosses
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parameters shared by stages on several pipeline ranks: each has all shards, on devices of the same numbers.
+
+
+def sharing_pipeline_ranks(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Map each parameter that several pipeline ranks have to the global ranks of each of them."""
+    places: dict[str, dict[tuple[int, ...], None]] = {}
+    for stage in plan.stages:
+        for entry in stage.parameters:
+            places.setdefault(entry.name, {})[stage.placement.ranks] = None
+    return {name: tuple(ranks) for name, ranks in places.items() if len(ranks) > 1}
+
+
+@dataclass(frozen=True)
+class PipelineRankGroups:
+    """Process groups of a rank with the ranks of its device number in other pipeline ranks. ``every``: over all
+    pipeline ranks; ``shared``: parameter -> the group over the pipeline ranks that have it."""
+
+    every: Any
+    shared: Mapping[str, Any]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRankGroups:
+        return self  # creating new ones needs all ranks
+
+    def __getstate__(self) -> NoReturn:
+        """Raise LaunchError: process groups cannot be pickled."""
+        what = "a parallel module of stages cannot be pickled: its stages use process groups of this job"
+        raise LaunchError(what, fix="store par.state_dict(), or sw.save_checkpoint(...), which any ranks can read")
+
+    @staticmethod
+    def of(plan: Plan, place: tuple[int, ...], host: frozenset[str]) -> PipelineRankGroups:
+        """Create the groups of a rank of pipeline rank ``place``. ``host``: names of the tables on the CPU, whose
+        groups use gloo. All ranks of the job call this."""
+        everywhere = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
+        every = new_groups([sorted(ranks) for ranks in zip(*everywhere, strict=True)])
+        groups: dict[tuple[tuple[tuple[int, ...], ...], bool], Any] = {}
+        groups_of: dict[str, Any] = {}
+        for name, places in sharing_pipeline_ranks(plan).items():
+            key = places, name in host
+            if key not in groups:
+                groups[key] = new_groups(
+                    [sorted(ranks) for ranks in zip(*places, strict=True)], "gloo" if name in host else None
+                )
+            if place in places:
+                groups_of[name] = groups[key]
+        return PipelineRankGroups(every, groups_of)

@@ -10,8 +10,7 @@ from shardwise.costs.pipeline_simulation import Action
 from shardwise.errors import CollectiveError, ShardwiseError
 from shardwise.plans.plan import Plan
 from shardwise.runtime.communicator import Communicator, backend_of
-from shardwise.runtime.failure_store import failure_store
-from shardwise.runtime.faults import BlockedRank, exchange_failed
+from shardwise.runtime.faults import BlockedRank, exchange_failed, failure_store
 from shardwise.runtime.gpu_watcher import gpu_watcher
 from shardwise.runtime.torch_schedules import Scheduled
 

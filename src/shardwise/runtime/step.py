@@ -8,22 +8,25 @@ see them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage, fx
 
+from shardwise.costs.timeline import ONCE
 from shardwise.errors import ShardwiseError
 from shardwise.graph.autocast import check_ambient
-from shardwise.programs.instructions import memories
+from shardwise.programs.hoist_constants import fixed_sources
+from shardwise.programs.instructions import Instruction, memories
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.compiled import CompiledVariant
 from shardwise.runtime.emit import Emitted
 from shardwise.runtime.faults import refuse_create_graph
 from shardwise.runtime.guards.registry import memory_range
-from shardwise.runtime.hoisted_constants import Constants
 
 # tensors of the sources -> (delivered, mutations, saved)
 Forward = Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]]
@@ -295,3 +298,153 @@ def _separate(delivered: Sequence[Tensor]) -> list[Tensor]:
         separated.append(tensor.detach() if id(tensor) in seen or tensor._is_view() else tensor)
         seen.add(id(tensor))
     return separated
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Cache a program's hoisted constants (``programs.hoist_constants``) between steps, on this rank. They are computed at
+# the first call, and again when a buffer they depend on is another tensor, has other memory, or was written: PyTorch
+# counts writes to a tensor and its views. Uncounted writes go unnoticed: those through ``.data``, NumPy or a pointer.
+# Use ``buffer.copy_(...)`` under ``torch.no_grad()`` instead.
+
+
+@dataclass(frozen=True, slots=True)
+class _SourceVersion:
+    """A source as it was read. Holds the tensor and its memory, so that no other can get the same id or address."""
+
+    tensor: Tensor
+    version: int
+    memory: UntypedStorage
+    place: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> _SourceVersion:
+        return _SourceVersion(tensor, tensor._version, tensor.untyped_storage(), tensor.data_ptr())
+
+    def is_still(self, tensor: Tensor) -> bool:
+        return self.tensor is tensor and self.version == tensor._version and self.place == tensor.data_ptr()
+
+
+@dataclass
+class Constants:
+    """The constants of a program. ``program``: computes them, emitted by ``emit`` on first use. ``tensors``: by
+    name."""
+
+    program: RankProgram
+    emit: Callable[[RankProgram], Emitted]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    _run: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]] | None = None
+    _seen: tuple[_SourceVersion, ...] = ()
+
+    def __post_init__(self) -> None:
+        read = {name for instruction in self.program.forward for name in instruction.operands} & fixed_sources(
+            self.program.spmd
+        )
+        self.positions = [i for i, source in enumerate(self.program.spmd.graph.sources) if source.value in read]
+
+    def of(self, program: RankProgram, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the constants that a variant of the program takes. ``tensors``: of all sources."""
+        if not self.program.delivered:
+            return ()
+        read = [tensors[i] for i in self.positions]
+        if any(tensor.is_inference() for tensor in read):  # PyTorch counts no writes to these
+            self.forget()
+            tensors_of = self._make(tensors)
+        else:
+            same = len(self._seen) == len(read) and all(map(_SourceVersion.is_still, self._seen, read))
+            if not self.tensors or not same:
+                self.forget()  # free them before the new ones are allocated
+                self.tensors = self._make(tensors)
+                self._seen = tuple(map(_SourceVersion.of, read))
+            tensors_of = self.tensors
+        return tuple(tensors_of[name] for name in program.given if name in tensors_of)
+
+    def forget(self) -> None:
+        self.tensors, self._seen = {}, ()
+
+    def _make(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        if self._run is None:
+            self._run = self.emit(self.program).forward.forward
+        with torch.inference_mode(False), torch.no_grad():
+            delivered, _, _ = self._run(*tensors)
+        return dict(zip(self.program.delivered, delivered, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Run the halves of a step node by node, each node through an observer: for profiles and checks of values.
+
+
+@dataclass(frozen=True)
+class Half:
+    """An emitted instruction list. ``part``: ``"forward"``, ``"backward"``, or ``ONCE`` for work of a whole step."""
+
+    module: fx.GraphModule
+    program: RankProgram
+    instructions: Sequence[Instruction]
+    part: str
+    is_backward: bool
+
+    def target(self, node: fx.Node) -> Any:
+        """Return the module that a node calls, or None."""
+        return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def run(self, observer: Observer, *args: Any) -> Any:
+        """Run the list with ``args``, as the module's ``forward`` does."""
+        observer.begin(self)
+        return _Interpreter(self, observer).run(*args)
+
+
+class Observer:
+    """Sees every node of the halves that it observes."""
+
+    def begin(self, half: Half) -> None:
+        """Note that a half starts."""
+
+    def run(self, node: fx.Node, half: Half, values: Mapping[fx.Node, Any], call: Callable[[], Any]) -> Any:
+        """Call ``call`` once and return its result. ``values``: those that later nodes still need."""
+        return call()
+
+    def add(self, source: str, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add the gradient of a micro-batch to the sum of a source."""
+        total.add_(gradient)
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, half: Half, observer: Observer) -> None:
+        super().__init__(half.module)
+        self.extra_traceback = False  # fx would add nodes of its own to the errors of operators
+        self.half, self.observer = half, observer
+
+    def run_node(self, n: fx.Node) -> Any:
+        return self.observer.run(n, self.half, self.env, partial(super().run_node, n))
+
+
+def halves_of(emitted: Emitted) -> tuple[Half, Half]:
+    """Return forward and backward of an emitted program."""
+    program = emitted.program
+    return (
+        Half(emitted.forward, program, program.forward, "forward", False),
+        Half(emitted.backward, program, program.backward, "backward", True),
+    )
+
+
+@contextmanager
+def observed(step: CallableStep | GradAccumStep, observer: Observer, others: Iterable[Half] = ()) -> Iterator[None]:
+    """Within the context run all halves of a step, and ``others``, through an observer, uncompiled."""
+    halves = [*halves_of(step.emitted), *others]
+    if isinstance(step, GradAccumStep):
+        ahead, behind = step.ahead, step.behind
+        halves.append(Half(ahead.forward, ahead.program, ahead.program.forward, ONCE, False))
+        halves.append(Half(behind.backward, behind.program, behind.program.backward, ONCE, True))
+    for half in halves:
+        vars(half.module)["forward"] = partial(half.run, observer)
+    compiling, step.compiling = step.compiling, None
+    if isinstance(step, GradAccumStep):
+        add, step.add = step.add, observer.add
+    try:
+        yield
+    finally:
+        for half in halves:
+            vars(half.module).pop("forward", None)
+        step.compiling = compiling
+        if isinstance(step, GradAccumStep):
+            step.add = add

@@ -9,7 +9,7 @@ Private parts of torch that are used: ``forward_maybe_with_nosync`` and ``backwa
 which runs a given order. Only this file depends on them, and ``plans.schedule`` on ``pipeline_order`` of schedules.
 
 While torch runs a schedule, a rank either works on its stages or waits for messages. All time outside stages is
-therefore recorded as waiting in the rank's heartbeat file (``runtime.collective_tracker``).
+therefore recorded as waiting in the rank's heartbeat file (``runtime.heartbeat_file``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from shardwise.costs.pipeline_simulation import Action, Kind
 from shardwise.plans.schedule import Schedule, format_order, order_of
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import finish_work
+from shardwise.runtime.heartbeat_file import trail
 
 _PARTS: dict[str, Kind] = {"full": "backward", "input": "input", "weight": "weight"}
 

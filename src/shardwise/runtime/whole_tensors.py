@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.collective_tracker import trail
-from shardwise.runtime.communicator import rank_device
 from shardwise.runtime.guards.dcp import memory_place, optimizer_states
 from shardwise.runtime.guards.norms import accumulator
 from shardwise.runtime.guards.registry import held_tensors
-from shardwise.runtime.hooks import gather_whole
+from shardwise.runtime.heartbeat_file import trail
 from shardwise.runtime.parallel import Parallel
 
 
@@ -47,10 +45,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
             fix="pass the tensor itself, no copy or view: sw.full_tensor(p.grad).float(), not "
             "sw.full_tensor(p.grad.float())",
         )
-    if record is None or not record.layout.positions:
-        return tensor.detach().clone()
-    part = tensor.detach().to(rank_device())  # NCCL has no messages of a tensor on the host
-    return gather_whole(part, record.layout, f"the whole of {record.name}", record.ranks).to(tensor.device)
+    return tensor.detach().clone() if record is None else record.gather(tensor)
 
 
 def _is_same(tensor: Tensor, part: Tensor) -> bool:

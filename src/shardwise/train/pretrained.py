@@ -24,8 +24,7 @@ from shardwise.runtime.initial.weights import INDEX
 from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.train.checkpoints import save_checkpoint
 from shardwise.train.files import CheckpointReader
-from shardwise.train.local_folder import AT_ONCE_BYTES, LocalFolder
-from shardwise.train.locks import Lock, lock
+from shardwise.train.local_folder import AT_ONCE_BYTES, LocalFolder, Lock, lock
 from shardwise.train.manifest import read_manifest
 from shardwise.train.parts import MODEL, TensorPart, is_seed
 from shardwise.train.sharing import WritePiece, cut_rows, safetensors_header

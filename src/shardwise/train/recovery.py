@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-from shardwise.errors import PlanWarning
-from shardwise.runtime.agree import from_rank_zero, gather_values, rank_and_world_size
-from shardwise.runtime.collective_tracker import trail
-from shardwise.runtime.generation import current
+from shardwise.errors import PlanWarning, ShardwiseError, StragglerWarning
+from shardwise.plans.plan import Plan
+from shardwise.plans.result import PlanningResult, plan_of
+from shardwise.runtime.agree import from_rank_zero, gather_values, rank_and_world_size, rank_tree
+from shardwise.runtime.communicator import rank_device
+from shardwise.runtime.faults import failure_store
+from shardwise.runtime.generation import current, plan_file, process_state
+from shardwise.runtime.heartbeat_file import trail
 from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.train.checkpoints import Optimizers, Resumable, Resumables, Schedulers, values_of
@@ -22,7 +31,6 @@ from shardwise.train.parts import TrainingState, state_of
 from shardwise.train.peers import PeerCopy, PeerReader, Peers, SurvivingState
 from shardwise.train.resuming import load_newest, load_one
 from shardwise.train.retention import checkpoints_in, rename_later_checkpoints
-from shardwise.train.rounds import Rounds
 from shardwise.train.stores import Place, folder_of
 
 _DEFAULT_EVERY = 10  # steps between copies on other machines, in an elastic job on several
@@ -216,3 +224,131 @@ class Recovery:
                     then = ": after a loss training continues from the last checkpoint or copy"
                 what = f"{kept} any more ({reason}){then}; give {store.memory} more space"
                 warnings.warn(what, PlanWarning, stacklevel=5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Synchronization of the ranks after every step: they agree on flags, and rank 0 learns how long each was busy. Busy
+# time is the time between two synchronizations without waiting for other ranks. All ranks wait for the slowest, so a
+# straggler costs all of them; it is named after a while. Only ranks with the same work are compared: all ranks, or
+# those of a stage (a plan may have unequal stages). Times are host times: with a GPU they only show when kernels were
+# queued, so no rank is named.
+
+_WINDOW = 20  # steps that are compared together
+_SLOWER = 1.2  # busy time of a straggler, relative to the median of the other ranks
+_SHARE = 0.8  # fraction of the window's steps in which it must be slower
+_LEAST_SECONDS = 0.001  # difference per step; less is noise
+
+
+class Rounds:
+    """Synchronizes the ranks of a run. ``stages``: the ranks of each stage, if any."""
+
+    def __init__(self, stages: Sequence[Sequence[int]] = ()) -> None:
+        self._stages = stages
+        self._on_host = rank_device().type == "cpu"
+        # Of gloo: flags are the host's, and a message through the GPU would wait for its kernels.
+        self._tree = rank_tree() if rank_and_world_size()[1] > 1 else None
+        self.skip()
+        self._seconds: list[float] = []  # busy time of this rank, per step
+        self._busy: list[list[float]] = []  # on rank 0: per step of the last window, of every rank
+        self._named: set[int] = set()
+
+    def meet(self, *flags: bool) -> tuple[bool, ...]:
+        """Return, for each flag, whether any rank sets it. Collective, after every step."""
+        now, waited = time.perf_counter(), trail.waited_seconds
+        busy = now - self._began - (waited - self._waited)
+        if self._tree is not None:
+            row = torch.tensor([0, *flags], dtype=torch.int8)  # a message even without flags
+            if self._on_host:
+                self._seconds.append(busy)
+            with trail.waiting(b"the ranks meet after a step"):
+                _, *columns = self._tree.largest(row, failure_store.wait).tolist()
+                flags = tuple(map(bool, columns))
+                if len(self._seconds) == _WINDOW:
+                    everywhere, self._seconds = self._tree.gather(self._seconds, to_all=False), []
+                    if rank_and_world_size()[0] == 0:
+                        self._busy = [list(step) for step in zip(*everywhere, strict=True)]
+                        self._name_stragglers()
+        self.skip()
+        return flags
+
+    def skip(self) -> None:
+        """Restart the busy time: the work since the last synchronization was not part of a step."""
+        self._began, self._waited = time.perf_counter(), trail.waited_seconds
+
+    def _name_stragglers(self) -> None:
+        slow: dict[int, tuple[float, float]] = {}
+        for ranks in self._stages or [range(len(self._busy[0]))]:
+            busy = [[seconds[rank] for rank in ranks] for seconds in self._busy]
+            least = sum(sorted(seconds)[max(0, len(ranks) // 2 - 1)] for seconds in busy)  # at most the others' medians
+            late = [at for at in range(len(ranks)) if sum(seconds[at] for seconds in busy) > _SLOWER * least]
+            slow |= {ranks[at]: pace for at in late if (pace := slowness(busy, at))}
+        for rank in slow.keys() - self._named:
+            seconds, others = slow[rank]
+            warnings.warn(
+                f"rank {rank} is {seconds / others - 1:.0%} slower than the others: in the last {_WINDOW} steps it was "
+                f"busy for {seconds:.4f} s of each, the others for {others:.4f} s in the median: all wait for it",
+                StragglerWarning,
+                stacklevel=4,
+            )
+        self._named = set(slow)
+
+
+def slowness(busy: list[list[float]], rank: int) -> tuple[float, float] | None:
+    """Return (seconds per step of a rank, median of the others' seconds) if it is a straggler, else None. ``busy``: per
+    step the seconds of every rank."""
+    if len(busy[0]) == 1:
+        return None
+    others = [median(seconds[:rank] + seconds[rank + 1 :]) for seconds in busy]
+    rank_seconds = [seconds[rank] for seconds in busy]
+    late = sum(seconds > _SLOWER * usual for seconds, usual in zip(rank_seconds, others, strict=True))
+    average, usual = sum(rank_seconds) / len(rank_seconds), sum(others) / len(others)
+    is_slow = average > _SLOWER * usual and average - usual > _LEAST_SECONDS and late >= _SHARE * len(busy)
+    return (average, usual) if is_slow else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# ``sw.planned``: plan once per number of ranks in an elastic job, and ahead of time for the next loss.
+
+_turns = count()  # of this generation: a script may have several plans
+
+
+@process_state.at_end
+def _reset_turns() -> None:
+    global _turns
+    _turns = count()
+
+
+def planned(make: Callable[[], Plan | PlanningResult]) -> Plan | PlanningResult | None:
+    """Return the plan of ``make()`` on rank 0, and None on other ranks, as ``sw.parallelize`` takes it.
+
+    Under ``shardwise run --elastic`` the plan is made once per job and number of ranks, and later generations reuse it.
+    During training a low-priority process runs the script up to this call, as rank 0 of the number of ranks after the
+    next loss, so that the plan is ready by then. Call this after ``sw.init_ranks``.
+
+    Args:
+        make: returns a plan for ``sw.world_size()`` ranks.
+
+    Returns:
+        The plan on rank 0, None on other ranks.
+    """
+    generation, turn = current.generation, next(_turns)
+    rank, num_ranks = rank_and_world_size()
+    if rank:
+        return None
+    if generation is None:
+        return make()
+    path = Path(generation.memory, plan_file(generation.rehearses or num_ranks, turn))
+    plan: Plan | None = None
+    if path.exists():
+        try:
+            plan = Plan.load(path)
+        except ShardwiseError:  # shardwise was updated during the job
+            path.unlink()
+    if plan is None:
+        plan = plan_of(make())
+        part = path.with_suffix(f".{os.getpid()}")
+        plan.save(part)
+        part.rename(path)
+    if generation.rehearses:
+        sys.exit(0)
+    return plan

@@ -21,8 +21,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError
-from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import current
+from shardwise.runtime.heartbeat_file import trail
 from shardwise.train.files import StagedFile, StreamedFile, write
 from shardwise.train.manifest import Manifest, parse_manifest
 from shardwise.train.names import with_token

@@ -394,7 +394,7 @@ function describe(operator) {
 }
 
 // ---------------------------------------------------------------------------------------------- the grid of devices
-// The part of a layout that a device holds: for every atom of every dim its indices, as ``device_grid.pieces_of`` says.
+// The part of a layout that a device holds: for every atom of every dim its indices, as ``pictures.pieces_of`` says.
 function partOf(pieces, position) {
   const dims = pieces.map((atoms) => atoms.map(([size, axes, windows]) => {
     let index = 0, count = 1;

@@ -43,7 +43,6 @@ from shardwise.runtime.agree import gather_objects
 from shardwise.runtime.communicator import Communicator, rank_device
 from shardwise.runtime.guards.registry import Owners, Patch, ShardRecord, held_shards, ranks_of_stages
 from shardwise.runtime.hooks import gather_whole
-from shardwise.runtime.local_shards import shard
 
 Path = tuple[str, ...]  # keys on the way to a leaf of a state dict
 
@@ -194,7 +193,7 @@ def _gather(function: Callable[..., Any], state_dict: Any, info: Any) -> Any:
 
 def _whole(tensor: Tensor, record: ShardRecord, target: int | None) -> Tensor:
     """Gather the whole of a shard; on ranks other than ``target`` it is dropped at once."""
-    tensor = gather_whole(tensor, record.layout, f"the whole of {record.name}", record.ranks)
+    tensor = record.gather(tensor)
     if target is None:
         return tensor
     return tensor.cpu() if dist.get_rank() == target else tensor.new_empty(0)
@@ -237,9 +236,7 @@ def _cut(function: Callable[..., Any], full: dict[str, Any], local: dict[str, An
     ShardIndex().replaced(local, lambda tensor, record, place: shards.setdefault(place[1], record) and tensor)
     result = function(full, local, *args, **kwargs)
     for key, record in shards.items():
-        whole = local.get(key)
-        if isinstance(whole, Tensor) and tuple(whole.shape) == record.layout.shape:
-            local[key] = shard(whole, record.layout, record.ranks.coordinates).clone()
+        local[key] = record.cut(local.get(key))
     return result
 
 
@@ -267,43 +264,39 @@ class Gathering:
 
     def of_all_stages(self, state: Any) -> Any:
         """Return the state of all stages. Raises ShardwiseError if ranks differ in common entries."""
-        described = self._described(state, ())
-        every = gather_objects(described, self._everyone, self._wire, "the names of a whole state")
-        return self._brought(_merged(list(enumerate(every)), ()), (), lambda _: True)
+        return self._brought(_merged(list(enumerate(self._described_by_all(state))), ()), lambda _: True)
 
     def of_rank_0(self, state: Any, keeps: Callable[[Path], bool]) -> Any:
         """Return rank 0's state on all ranks, with None for tensors that this rank does not keep."""
-        described = self._described(state if dist.get_rank() == 0 else None, ())
-        every = gather_objects(described, self._everyone, self._wire, "the names of a whole state")
-        return self._brought(every[0], (), keeps)
+        return self._brought(self._described_by_all(state if dist.get_rank() == 0 else None)[0], keeps)
 
-    def _described(self, node: Any, path: Path) -> Any:
-        if isinstance(node, Mapping):
-            return {key: self._described(value, (*path, str(key))) for key, value in node.items()}
-        if type(node) in (list, tuple):
-            return type(node)(self._described(value, (*path, str(i))) for i, value in enumerate(node))
-        if not isinstance(node, Tensor):
-            return node
-        record = self._held_of(node, path)
-        if record is None and not node.dim():
-            return node.detach().cpu()
-        self._tensors[path] = node.detach(), record
-        first = self._first.setdefault((node.data_ptr(), node.shape), path) if node.numel() else path
+    def _described_by_all(self, state: Any) -> list[Any]:
+        """Return what each rank has in its state, with an Entry for each tensor. Collective."""
+        described = _mapped(state, lambda value, path, _: self._described(value, path))
+        return gather_objects(described, self._everyone, self._wire, "the names of a whole state")
+
+    def _described(self, value: Any, path: Path) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        record = self._held_of(value, path)
+        if record is None and not value.dim():
+            return value.detach().cpu()
+        self._tensors[path] = value.detach(), record
+        first = self._first.setdefault((value.data_ptr(), value.shape), path) if value.numel() else path
         is_split = record is not None and bool(record.layout.positions)
-        shape = record.layout.shape if record is not None and is_split else tuple(node.shape)
+        shape = record.layout.shape if record is not None and is_split else tuple(value.shape)
         parts = record.ranks.place.ranks if record is not None and is_split else ()
-        return Entry(node.dtype, shape, parts, dist.get_rank(), None if first == path else first)
+        return Entry(value.dtype, shape, parts, dist.get_rank(), None if first == path else first)
 
-    def _brought(self, node: Any, path: Path, keeps: Callable[[Path], bool]) -> Any:
-        if isinstance(node, Mapping):
-            return {key: self._brought(value, (*path, str(key)), keeps) for key, value in node.items()}
-        if type(node) in (list, tuple):
-            return type(node)(self._brought(value, (*path, str(i)), keeps) for i, value in enumerate(node))
-        if not isinstance(node, Entry):
-            return node
-        if node.tied is None:
-            self._whole[path] = self._received(node, path, keeps)
-        return self._whole[node.tied or path]
+    def _brought(self, described: Any, keeps: Callable[[Path], bool]) -> Any:
+        def leaf(value: Any, path: Path, _: Any) -> Any:
+            if not isinstance(value, Entry):
+                return value
+            if value.tied is None:
+                self._whole[path] = self._received(value, path, keeps)
+            return self._whole[value.tied or path]
+
+        return _mapped(described, leaf)
 
     def _received(self, node: Entry, path: Path, keeps: Callable[[Path], bool]) -> Tensor | None:
         what = f"the whole of {'.'.join(path)}"
@@ -320,6 +313,17 @@ class Gathering:
         kept = tensor if self._target is None else tensor.cpu()
         mine = self._tensors.get(path)
         return kept.clone() if mine is not None and kept.data_ptr() == mine[0].data_ptr() else kept
+
+
+def _mapped(
+    node: Any, leaf: Callable[[Any, Path, tuple[Any, Any]], Any], path: Path = (), place: tuple[Any, Any] = (None, None)
+) -> Any:
+    """Return a state with ``leaf(value, path, (container, key))`` for each value in mappings, lists and tuples."""
+    if isinstance(node, Mapping):
+        return {key: _mapped(value, leaf, (*path, str(key)), (node, key)) for key, value in list(node.items())}
+    if type(node) in (list, tuple):
+        return type(node)(_mapped(value, leaf, (*path, str(i)), (node, i)) for i, value in enumerate(node))
+    return leaf(node, path, place)
 
 
 def _merged(nodes: Sequence[tuple[int, Any]], path: Path) -> Any:
@@ -385,36 +389,22 @@ class ShardIndex:
                 if record is not None:
                     yield record
 
-    def replaced(
-        self, tree: Any, replace: Callable[[Tensor, ShardRecord, tuple[Any, Any]], Any], path: Path = ()
-    ) -> Any:
+    def replaced(self, tree: Any, replace: Callable[[Tensor, ShardRecord, tuple[Any, Any]], Any]) -> Any:
         """Return the tree with every shard replaced by ``replace(tensor, record, (container, key))``. Raises
         ShardwiseError for a view of one."""
         if not self._exact and not self._empty:
             return tree
-        if isinstance(tree, Mapping):
-            replaced = {k: self._leaf(x, replace, (tree, k), (*path, str(k))) for k, x in list(tree.items())}
-            return replaced
-        if type(tree) in (list, tuple):
-            return type(tree)(self._leaf(x, replace, (tree, i), (*path, str(i))) for i, x in enumerate(tree))
-        return tree
 
-    def _leaf(
-        self,
-        leaf: Any,
-        replace: Callable[[Tensor, ShardRecord, tuple[Any, Any]], Any],
-        place: tuple[Any, Any],
-        path: Path,
-    ) -> Any:
-        if type(leaf) not in (Tensor, torch.nn.Parameter):
-            return self.replaced(leaf, replace, path)
-        if hasattr(leaf, "__create_chunk_list__"):
-            return leaf
-        record = self.of(leaf, path)
-        if record is None:
-            return leaf
-        self.seen.append(record)
-        return replace(leaf, record, place)
+        def leaf(value: Any, path: Path, place: tuple[Any, Any]) -> Any:
+            if type(value) not in (Tensor, torch.nn.Parameter) or hasattr(value, "__create_chunk_list__"):
+                return value
+            record = self.of(value, path)
+            if record is None:
+                return value
+            self.seen.append(record)
+            return replace(value, record, place)
+
+        return _mapped(tree, leaf)
 
     def of(self, tensor: Tensor, path: Path) -> ShardRecord | None:
         """Return the record of a tensor at a path of a state, or None. Raises ShardwiseError for a view of a shard."""

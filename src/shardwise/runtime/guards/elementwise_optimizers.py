@@ -10,7 +10,7 @@ declared with ``elementwise_optimizer`` or ``matrix_optimizer``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.layouts.text import format_layout
-from shardwise.runtime.guards.registry import held_parameters
+from shardwise.runtime.guards.registry import bind_wrapper, records_of
 
 OptimizerType = TypeVar("OptimizerType", bound=type[Optimizer])
 
@@ -40,6 +40,7 @@ declared_matrixwise: WeakKeyDictionary[type[Optimizer], bool] = WeakKeyDictionar
 _declared: WeakSet[type[Optimizer]] = WeakSet()
 _trusted: WeakSet[type[Optimizer]] = WeakSet()  # classes found element-wise; looked up at every step
 _passed: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()  # others without shards: parameters
+_replaced: WeakSet[Callable[..., Any]] = WeakSet()  # steps that wrap others
 _HOOKED = Optimizer.profile_hook_step(lambda: None).__code__  # the wrapper that torch puts around every step
 
 
@@ -60,11 +61,16 @@ def elementwise_optimizer(kind: OptimizerType) -> OptimizerType:
     Raises:
         ShardwiseError: If ``kind`` is not such a class.
     """
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        what = f"elementwise_optimizer takes a subclass of torch.optim.Optimizer, not {kind!r}"
-        raise ShardwiseError(what, fix="pass the class of the optimizer, not an instance")
+    check_class("elementwise_optimizer", kind)
     _declared.add(kind)
     return kind
+
+
+def check_class(function: str, kind: Any) -> None:
+    """Raise ShardwiseError if what a function got is not a class of optimizers."""
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        what = f"{function} takes a subclass of torch.optim.Optimizer, not {kind!r}"
+        raise ShardwiseError(what, fix="pass the class of the optimizer, not an instance")
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:
@@ -114,7 +120,19 @@ def bare_step(method: Any) -> Any:
     return method
 
 
-def hooked_step(kind: type[Optimizer]) -> Any:
+def replace_step(kind: type[Optimizer], wrap: Callable[..., Any]) -> None:
+    """Let the steps of a class, and of subclasses that inherit its step, run ``wrap(step, optimizer, ...)`` between
+    torch's hooks. The function with the hooks stays the same: learning rate schedulers keep it on the optimizers that
+    they were made for."""
+    for owner in (kind, *_subclasses_with_step_of(kind)):
+        hooked = _hooked_step(owner)
+        cell = hooked.__closure__[hooked.__code__.co_freevars.index("func")]
+        if cell.cell_contents not in _replaced:
+            cell.cell_contents = bind_wrapper(cell.cell_contents, wrap)
+            _replaced.add(cell.cell_contents)
+
+
+def _hooked_step(kind: type[Optimizer]) -> Any:
     """Return the function in the step of a class that calls torch's hooks, which torch puts there when the first
     optimizer of the class is created."""
     step: Any = kind.step
@@ -126,13 +144,13 @@ def hooked_step(kind: type[Optimizer]) -> Any:
     return step
 
 
-def subclasses_with_step_of(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+def _subclasses_with_step_of(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
     """Yield the subclasses whose step is that of a class, between hooks of their own: torch puts those there if an
     optimizer of the subclass is created first."""
     for derived in kind.__subclasses__():
         if bare_step(derived.step) is bare_step(kind.step):
             yield derived
-            yield from subclasses_with_step_of(derived)
+            yield from _subclasses_with_step_of(derived)
 
 
 def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,21 +164,27 @@ def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if is_elementwise(kind) or is_matrixwise(kind):
         _trusted.add(kind)
         return
-    parameters = tuple(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    if _passed.get(optimizer) == parameters:
+    parameters = parameters_of(optimizer)
+    ids = tuple(map(id, parameters))
+    if _passed.get(optimizer) == ids:
         return
-    ids = set(parameters)
-    shards = {id(p): (p, record) for p, record in held_parameters() if id(p) in ids and record.is_shard}
+    pairs = zip(parameters, records_of(parameters), strict=True)
+    shards = [(parameter, record) for parameter, record in pairs if record is not None and record.is_shard]
     if shards:
-        parameter, record = next(iter(shards.values()))
+        parameter, record = shards[0]
         raise ShardwiseError(_refusal(kind, record.name, format_layout(record.layout, parameter.dtype), len(shards)))
-    _passed[optimizer] = parameters
+    _passed[optimizer] = ids
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters in all groups of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _check_sparse(optimizer: Optimizer) -> None:
     """Raise ShardwiseError for dense gradients, which SparseAdam refuses without naming a fix."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    dense = next((list(p.shape) for p in parameters if not p.grad.is_sparse), None)
+    parameters = parameters_of(optimizer)
+    dense = next((list(p.shape) for p in parameters if p.grad is not None and not p.grad.is_sparse), None)
     if dense:
         raise ShardwiseError(
             f"torch.optim.SparseAdam needs sparse gradients, but that of a parameter {dense} is dense: under a "

@@ -34,17 +34,17 @@ from shardwise.layouts.boxes import boxes
 from shardwise.runtime.communicator import Communicator, rank_device
 from shardwise.runtime.guards.elementwise_optimizers import (
     MATRIX_KINDS,
+    check_class,
     declared_matrixwise,
-    hooked_step,
     is_matrixwise,
     looks_at_all,
-    subclasses_with_step_of,
+    parameters_of,
+    replace_step,
 )
-from shardwise.runtime.guards.registry import ShardRecord, bind_wrapper, held_parameters
+from shardwise.runtime.guards.registry import ShardRecord, records_of
 from shardwise.runtime.local_shards import shard
 
 MatrixOptimizer = TypeVar("MatrixOptimizer", bound=type[Optimizer])
-_gathering: WeakSet[Callable[..., Any]] = WeakSet()  # steps that give their optimizers whole matrices
 
 
 def matrix_optimizer(kind: MatrixOptimizer | None = None, *, together: bool = False) -> Any:
@@ -73,25 +73,10 @@ def matrix_optimizer(kind: MatrixOptimizer | None = None, *, together: bool = Fa
     """
     if kind is None:
         return partial(matrix_optimizer, together=together)
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        what = f"matrix_optimizer takes a subclass of torch.optim.Optimizer, not {kind!r}"
-        raise ShardwiseError(what, fix="pass the class of the optimizer, not an instance")
-    if kind not in declared_matrixwise:
-        _let_gather(kind)
-        for derived in subclasses_with_step_of(kind):
-            _let_gather(derived)
+    check_class("matrix_optimizer", kind)
+    replace_step(kind, _step_on_whole)
     declared_matrixwise[kind] = together
     return kind
-
-
-def _let_gather(kind: type[Optimizer]) -> None:
-    """Replace what torch's hooks call in the steps of a class. The function with the hooks stays the same: learning
-    rate schedulers keep it on the optimizers that they were made for."""
-    hooked = hooked_step(kind)
-    cell = hooked.__closure__[hooked.__code__.co_freevars.index("func")]
-    if cell.cell_contents not in _gathering:
-        cell.cell_contents = bind_wrapper(cell.cell_contents, _step_on_whole)
-        _gathering.add(cell.cell_contents)
 
 
 def wrap_torch_optimizers() -> None:
@@ -117,12 +102,11 @@ class OwnedMatrix:
 def owned_matrices(optimizer: Optimizer) -> list[OwnedMatrix]:
     """Return the shards in an optimizer with their owners: each new matrix goes to the device that has the fewest
     elements so far."""
-    records = {id(p): record for p, record in held_parameters() if record.is_shard}
     together = looks_at_all(type(optimizer))
     split: dict[Communicator, list[tuple[Tensor, ShardRecord]]] = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        record = records.get(id(parameter))
-        if record is None:
+    parameters = parameters_of(optimizer)
+    for parameter, record in zip(parameters, records_of(parameters), strict=True):
+        if record is None or not record.is_shard:
             continue
         if together and record.in_stage:
             raise ShardwiseError(
@@ -151,7 +135,7 @@ def has_states_here(optimizer: Optimizer, parameter: Tensor) -> bool:
     another rank updates whole."""
     if not is_matrixwise(type(optimizer)):
         return True
-    key = tuple(id(p) for group in optimizer.param_groups for p in group["params"])
+    key = tuple(map(id, parameters_of(optimizer)))
     if _owned.get(optimizer, ((), None))[0] != key:
         _owned[optimizer] = key, frozenset(id(m.parameter) for m in owned_matrices(optimizer) if not m.is_here)
     return id(parameter) not in _owned[optimizer][1]

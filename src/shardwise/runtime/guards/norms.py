@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.cpu_embedding import device_of
-from shardwise.runtime.guards.registry import ShardRecord, held_parameters
+from shardwise.runtime.guards.registry import ShardRecord, records_of
 
 
 @torch.no_grad()
@@ -51,8 +51,7 @@ def clip_grad_norm(
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     listed = list({id(parameter): parameter for parameter in parameters}.values())
-    held_by_id = {id(parameter): record for parameter, record in held_parameters()}
-    places = [held_by_id.get(id(parameter)) for parameter in listed]
+    places = records_of(listed)
     gradients = [(p.grad, place) for p, place in zip(listed, places, strict=True) if p.grad is not None]
     total = total_norm(
         gradients,

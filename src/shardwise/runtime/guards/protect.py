@@ -32,20 +32,23 @@ from shardwise.errors import ShardwiseError, listed
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_embedding import device_of
 from shardwise.runtime.guards import dcp
-from shardwise.runtime.guards.elementwise_optimizers import before_step
+from shardwise.runtime.guards.elementwise_optimizers import before_step, parameters_of
 from shardwise.runtime.guards.matrix_optimizers import have_whole_states, wrap_torch_optimizers
 from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import (
+    KEY,
     Owners,
     Patch,
     ShardRecord,
     bind_wrapper,
+    check_entries,
     held_parameters,
     held_shards,
+    records_of,
     register_module,
+    shard_metadata,
 )
 from shardwise.runtime.hooks import foreign_wrapper_error, watch_optimizers
-from shardwise.runtime.state_dict_entries import KEY, check_entries, shard_metadata
 
 Norm = Callable[..., torch.Tensor]
 _PARTS_ARE_MEANT = ("torch.distributed.checkpoint", "shardwise.")  # they store where in the whole a part lies
@@ -83,8 +86,7 @@ def _install() -> None:
 
 def _refuse_shards(init: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Replace ``DistributedDataParallel.__init__``, which would give every rank the shards of rank 0."""
-    parameters = {id(parameter) for parameter in module.parameters()}
-    if any(record.is_shard and id(parameter) in parameters for parameter, record in held_parameters()):
+    if any(record is not None and record.is_shard for record in records_of(module.parameters())):
         raise foreign_wrapper_error("DistributedDataParallel")
     init(self, module, *args, **kwargs)
 
@@ -116,9 +118,8 @@ def _load_state_dict(load_state_dict: Callable[..., None], self: Optimizer, stat
 
 def _shards_of(optimizer: Optimizer) -> dict[int, ShardRecord]:
     """Return the optimizer's parameters that are shards, by their index in its state."""
-    records = {id(parameter): record for parameter, record in held_parameters() if record.layout.positions}
-    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return {index: records[id(parameter)] for index, parameter in enumerate(every) if id(parameter) in records}
+    records = enumerate(records_of(parameters_of(optimizer)))
+    return {index: record for index, record in records if record is not None and record.layout.positions}
 
 
 def _norm_body() -> CellType | None:
@@ -201,10 +202,10 @@ def _agree_on_infinities(method: Callable[..., Any], self: GradScaler, optimizer
 def _agree(optimizer: torch.optim.Optimizer, flags: list[torch.Tensor]) -> None:
     """All-reduce the flags (one per device of this rank) if the optimizer updates shards. This depends on its
     parameters, not on which have gradients, so that every rank takes part."""
-    parameters = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(record.is_shard and id(p) in parameters for p, record in held_parameters()):
+    parameters = parameters_of(optimizer)
+    if not any(record is not None and record.is_shard for record in records_of(parameters)):
         return
-    flag = torch.zeros((), dtype=torch.float32, device=device_of(parameters.values()))
+    flag = torch.zeros((), dtype=torch.float32, device=device_of(parameters))
     for device_flag in flags:
         flag = torch.maximum(flag, device_flag.to(flag.device))
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)

@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
+from shardwise.errors import ShardwiseError, listed
+from shardwise.layouts.boxes import boxes
 from shardwise.layouts.layout import Layout
-from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.communicator import Communicator, rank_device
+from shardwise.runtime.hooks import gather_whole
+from shardwise.runtime.local_shards import shard
 
 
 class Patch(NamedTuple):
@@ -56,6 +60,19 @@ class ShardRecord:
     def is_shard(self) -> bool:
         """Return whether other ranks hold other elements; otherwise all hold the whole, and the same gradient."""
         return self.in_stage or bool(self.layout.positions)
+
+    def cut(self, value: Any) -> Any:
+        """Return a copy of this rank's part of the whole tensor; anything of another shape as it is."""
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != self.layout.shape:
+            return value
+        return shard(value, self.layout, self.ranks.coordinates).clone()
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor of which the ranks hold parts, detached. Collective if they hold different ones."""
+        if not self.layout.positions:
+            return part.detach().clone()
+        sent = part.detach().to(rank_device())  # NCCL has no messages of a tensor on the host
+        return gather_whole(sent, self.layout, f"the whole of {self.name}", self.ranks).to(part.device)
 
 
 # Not a cache: torch's functions are global, so this registry must be too. It has only modules that hold shards.
@@ -103,11 +120,14 @@ def ranks_of_stages(module: torch.nn.Module | None) -> Communicator | None:
 
 
 def held_parameters() -> Iterator[tuple[torch.nn.Parameter, ShardRecord]]:
-    """Yield the parameters of all living modules that hold shards, once each, with their records."""
-    for module, records in list(_holders.items()):
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if name in records:
-                yield parameter, records[name]
+    """Yield the parameters of all living modules that hold shards, with their records."""
+    return ((tensor, record) for tensor, record in held_tensors() if isinstance(tensor, torch.nn.Parameter))
+
+
+def records_of(tensors: Iterable[torch.Tensor]) -> list[ShardRecord | None]:
+    """Return the record of each tensor that a living module holds; None for any other."""
+    held = {id(tensor): record for tensor, record in held_tensors()}
+    return [held.get(id(tensor)) for tensor in tensors]
 
 
 def held_tensors() -> Iterator[tuple[torch.Tensor, ShardRecord]]:
@@ -158,3 +178,41 @@ def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses at which a tensor starts and ends. Gradients of one bucket share one storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+# -------------------------------------------------------------------------------------------- entries of a state dict
+# Shards of another rank have the right shapes and the wrong elements. A state therefore records which elements of the
+# whole each entry holds: a module's in torch's ``_metadata`` (also in files), an optimizer's under its own key. Entries
+# that were copied into another dict cannot be checked.
+
+KEY = "shards"
+K = TypeVar("K", str, int)
+
+
+def shard_metadata(shards: Mapping[K, ShardRecord], rank: int) -> dict[str, Any]:
+    """Return the record of which elements the entries hold, as plain numbers and strings. ``shards``: by the keys of
+    the state."""
+    return {"rank": rank, "boxes": {key: _boxes(shard) for key, shard in shards.items()}}
+
+
+def check_entries(
+    record: Mapping[str, Any], shards: Mapping[K, ShardRecord], rank: int, name_of: Callable[[K], str] = str
+) -> None:
+    """Raise ShardwiseError for entries that hold other elements than this rank's. ``record``: that of the state, or
+    an empty mapping."""
+    boxes = record.get("boxes", {})
+    foreign = [name_of(key) for key, shard in shards.items() if key in boxes and boxes[key] != _boxes(shard)]
+    if foreign:
+        whose = "were sharded differently" if record["rank"] == rank else f"are the shards of rank {record['rank']}"
+        raise ShardwiseError(
+            f"{listed(foreign)} of this state {whose}, but rank {rank} holds other elements of them",
+            fix="load the state on the rank that stored it; states of sw.save_checkpoint and "
+            "torch.distributed.checkpoint can be loaded by any rank and plan",
+        )
+
+
+def _boxes(record: ShardRecord) -> list[list[list[int]]]:
+    """Return the boxes of a shard as nested lists, which files preserve."""
+    return [
+        [list(box.offsets), list(box.sizes), list(box.at)] for box in boxes(record.layout, record.ranks.coordinates)
+    ]
