@@ -199,14 +199,14 @@ class CheckpointReader:
             cover = covers.get(name)
             return cover is not None and any(box.common(cover.offsets, cover.sizes) for box in boxes)
 
-        while names := [
-            part for part, covers in self.manifest.parts.items() if any(has(covers, *pair) for pair in wanted)
-        ]:
+        fresh = self.manifest.parts
+        while names := [part for part, covers in fresh.items() if any(has(covers, *pair) for pair in wanted)]:
             if again := self._parts_read.intersection(names):
                 what = f"{self.folder / min(again)} is a part of the manifest that other parts name again"
                 raise CheckpointError(what, fix="load an older checkpoint")
             try:
-                self.manifest = self.manifest.with_parts({name: read_manifest(self.folder, name) for name in names})
+                found = {name: read_manifest(self.folder, name) for name in names}
+                self.manifest = self.manifest.with_parts(found)
             except CheckpointError:
                 raise
             except ShardwiseError as error:
@@ -215,6 +215,7 @@ class CheckpointReader:
                 what = f"a part of the manifest of {self.folder} does not fit the rest: {error}"
                 raise CheckpointError(what, fix="load an older checkpoint") from error
             self._parts_read.update(names)
+            fresh = {name: covers for part in found.values() for name, covers in part.parts.items()}
 
     def prepare(self) -> None:
         """Prepare for ``read``, after the last ``verify``. Collective."""
