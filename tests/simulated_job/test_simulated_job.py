@@ -267,6 +267,25 @@ def test_what_a_rank_sends_hardly_grows_with_the_number_of_ranks(tmp_path: Path)
         assert more[name] < 1.2 * some[name], name
 
 
+def test_what_a_rank_does_to_resume_after_a_loss_hardly_grows_with_the_number_of_ranks(tmp_path: Path) -> None:
+    """A rank hears of the files that its group needs, and of no others. First ranks of groups pass on what is more."""
+
+    def most_of_others(machines: int) -> Counter[str]:
+        run = SimulatedJob(Setting(machines, 8), Training(tmp_path / str(machines), num_steps=3, save_every=0))
+        run.when_step(2, lambda: run.kill_rank(5))
+        run.run()
+        assert run.training is not None
+        assert run.training.resumed == [(0, 0), (1, 2)]
+        most: Counter[str] = Counter()
+        for rank in run.cluster.ranks:
+            most |= rank.counts if rank.generation == 1 and rank.rank % 8 else Counter()
+        return most
+
+    some, more = most_of_others(2), most_of_others(8)
+    for name in ("rank bytes", "rank messages", "rank connections", "store requests", "file operations"):
+        assert more[name] < 1.1 * some[name] + 1, name
+
+
 # ------------------------------------------------------------------------------------- faults in the launcher itself
 
 

@@ -12,17 +12,18 @@ from __future__ import annotations
 import pickle
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+K, V, W = TypeVar("K"), TypeVar("V"), TypeVar("W")
 FANOUT = 8
-_LENGTH_BYTES, _FIRST_BYTES = 8, 512  # of a content's length, and of the first message, which begins with it
+_LENGTH_BYTES, _FIRST_BYTES = 8, 256  # of a content's length, and of the first message, which begins with it
 
 
 class RankTree:
@@ -51,6 +52,26 @@ class RankTree:
         for group in reversed(self._groups[: self._num_led * to_all]):
             content = group.from_first(content)
         return RankValues.unpacked(content).by_rank
+
+    def route(
+        self,
+        offered: Mapping[K, V],
+        wanted: W,
+        joined: Callable[[list[W]], W],
+        fits: Callable[[V, W], bool],
+    ) -> dict[K, V]:
+        """Return, of what all ranks offer, what fits what any rank of this one's lowest group wants; the first ranks of
+        groups get more. Of equal keys the first rank's counts. Collective. ``joined``: of what several want."""
+        wants: list[W] = []
+        for group in self._groups:
+            every = [pickle.loads(part) for part in group.gather(pickle.dumps((offered, wanted)))]
+            offered = {key: value for have, _ in reversed(every) for key, value in have.items()}
+            wanted = joined([want for _, want in every])
+            wants.append(wanted)
+        for group, want in reversed(list(zip(self._groups, wants, strict=True))[: self._num_led]):
+            chosen = {key: value for key, value in offered.items() if fits(value, want)}
+            offered = pickle.loads(group.from_first(pickle.dumps(chosen)))
+        return dict(offered)
 
     def largest(self, row: torch.Tensor, wait: Callable[[Any], None]) -> torch.Tensor:
         """Return the largest value of each column of the ranks' rows, in ``row``. Collective. ``wait``: waits for a

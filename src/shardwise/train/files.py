@@ -17,7 +17,7 @@ import torch
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.layouts.boxes import Box
 from shardwise.train.local_folder import AT_ONCE_BYTES
-from shardwise.train.manifest import BLOCK_BYTES, Covers, DataFile, Manifest, StoredTensor, read_manifest
+from shardwise.train.manifest import BLOCK_BYTES, Cover, Covers, DataFile, Manifest, StoredTensor, read_manifest
 from shardwise.train.names import RANDOM, with_token
 from shardwise.train.parts import TensorPart
 from shardwise.train.sharing import PAGE_BYTES, PlannedFile, WritePiece
@@ -195,12 +195,13 @@ class CheckpointReader:
         """Read the parts of the manifest that have elements of these boxes, and those that they name. Raises
         CheckpointError if one is missing or damaged."""
 
-        def has(covers: Covers, name: str, boxes: Sequence[Box]) -> bool:
-            cover = covers.get(name)
-            return cover is not None and any(box.common(cover.offsets, cover.sizes) for box in boxes)
+        around = [(name, Cover(box.offsets, box.sizes, box.numel)) for name, boxes in wanted for box in boxes]
+
+        def has_some(covers: Covers) -> bool:
+            return any(name in covers and covers[name].meets(cover) for name, cover in around)
 
         fresh = self.manifest.parts
-        while names := [part for part, covers in fresh.items() if any(has(covers, *pair) for pair in wanted)]:
+        while names := [part for part, covers in fresh.items() if has_some(covers)]:
             if again := self._parts_read.intersection(names):
                 what = f"{self.folder / min(again)} is a part of the manifest that other parts name again"
                 raise CheckpointError(what, fix="load an older checkpoint")

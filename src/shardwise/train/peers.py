@@ -25,13 +25,14 @@ keep, and writes the notes, beside the next step: the ranks wait for it before t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -40,15 +41,17 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import CollectiveError, PlanWarning, ShardwiseError, warn_user
-from shardwise.runtime.agree import connect_pairs, gather_values, rank_and_world_size, rank_tree
+from shardwise.errors import CheckpointError, CollectiveError, PlanWarning, ShardwiseError, warn_user
+from shardwise.layouts.boxes import Box
+from shardwise.runtime.agree import connect_pairs, gather_values, raise_first, rank_and_world_size, rank_tree
 from shardwise.runtime.host_copies import register, unregister
 from shardwise.runtime.private import check_own_folder
 from shardwise.runtime.rank_tree import SmallGroup
 from shardwise.train.checkpoints import assign_writers
 from shardwise.train.files import CheckpointReader, StagedFile
 from shardwise.train.local_folder import LocalFolder
-from shardwise.train.manifest import DataFile, Manifest, parse_manifest
+from shardwise.train.manifest import Cover, Covers, DataFile, Manifest, StoredTensor, parse_manifest, united
+from shardwise.train.names import RANDOM
 from shardwise.train.parts import TrainingState
 from shardwise.train.sharing import PlannedFile, WritePiece, Writers, file_of, stored_in
 
@@ -93,13 +96,12 @@ class Mirrored:
 
 @dataclass(frozen=True, slots=True)
 class SurvivingState:
-    """A state that is complete on the remaining machines. ``where``: file -> a rank whose machine has it."""
+    """A state that is complete on the remaining machines."""
 
     step: int
     number: int
     slot: int
     checked: int
-    where: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -164,13 +166,15 @@ class Peers:
             check_own_folder(self.memory)
         except OSError as error:
             refused = str(error)
-        places = gather_values((platform.node(), str(self.memory.resolve()), refused))
-        if refused := next((text for *_, text in places if text), ""):
+        place = f"{platform.node()}:{self.memory.resolve()}".encode()  # as a digest: every rank gets that of all machines
+        places = gather_values((hashlib.blake2b(place, digest_size=8).digest(), refused))
+        if refused := next((text for _, text in places if text), ""):
             what = f"copies of the state cannot be kept in {self.memory}: {refused}"
             raise ShardwiseError(what, fix="give a new folder, or one to which only you may write (chmod 700)")
         first = dict(zip(reversed(places), reversed(range(self.num_ranks)), strict=True))
         self.machine_of = [first[place] for place in places]  # by its first rank
         self.shares_folder, is_one = self.machine_of, len({*self.machine_of}) == 1
+        self._is_first = self.shares_folder[self.rank] == self.rank
         self.is_idle = self.between_machines and is_one
         self.connected: dict[int, SmallGroup] = {}  # rank -> the group with it, for what it keeps or has kept for it
         if is_one:  # protect against the loss of single ranks
@@ -218,7 +222,7 @@ class Peers:
                                 refused = refused or register(memory)
                                 if not refused:
                                     self.registered.append(memory)
-            if self.shares_folder[self.rank] == self.rank:
+            if self._is_first:
                 _write(self.folder / _TENSORS, common.to_text())
         except OSError as error:
             fault = str(error)
@@ -248,7 +252,7 @@ class Peers:
                 self.under_way = None
                 raise
             self.under_way = None
-        if self.filled == _NUM_SLOTS and self.shares_folder[self.rank] == self.rank:
+        if self.filled == _NUM_SLOTS and self._is_first:
             self.filled += 1  # once
             for folder in self.memory.iterdir():
                 if folder.name.isdigit() and int(folder.name) < self.number:
@@ -359,23 +363,23 @@ class Peers:
     # -- to resume -----------------------------------------------------------------------------------------------------
 
     def whole_states(self) -> list[SurvivingState]:
-        """Return the complete states, newest first. Collective."""
-        seen: dict[tuple[int, int, int], dict[str, int]] = defaultdict(dict)
+        """Return the complete states, newest first, on rank 0; [] on others. Collective: a machine has few files of
+        many, and only rank 0 looks at the list of all."""
+        notes = self._notes()
+        everywhere = rank_tree().gather(notes, to_all=False) if self.num_ranks > 1 else [notes]
+        seen: dict[tuple[int, int, int], set[str]] = defaultdict(set)
         least: dict[tuple[int, int, int], tuple[int, int]] = {}
-        for rank, notes in enumerate(gather_values(self._notes())):
-            for number, slot, file, step, checked, num_files in notes:
-                seen[step, number, slot].setdefault(file, rank)
-                lowest, _ = least.get((step, number, slot), (checked, num_files))
-                least[step, number, slot] = (min(lowest, checked), num_files)
-        whole = [key for key, files in seen.items() if len(files) == least[key][1]]
-        return [
-            SurvivingState(step, number, slot, least[step, number, slot][0], seen[step, number, slot])
-            for step, number, slot in sorted(whole, reverse=True)
-        ]
+        for number, slot, file, step, checked, num_files in (note for have in everywhere for note in have):
+            seen[step, number, slot].add(file)
+            lowest, _ = least.get((step, number, slot), (checked, num_files))
+            least[step, number, slot] = (min(lowest, checked), num_files)
+        whole = [key for key, files in seen.items() if len(files) == least[key][1] and self.rank == 0]
+        return [SurvivingState(*key, least[key][0]) for key in sorted(whole, reverse=True)]
 
     def _notes(self) -> list[tuple[int, int, str, int, int, int]]:
+        """Return what is said about the files of this machine, on its first rank."""
         notes = []
-        for path in self.memory.glob(f"*/*{_NOTE}"):
+        for path in self.memory.glob(f"*/*{_NOTE}") if self._is_first else ():
             file, _, slot = path.name.removesuffix(_NOTE).removesuffix(_COPY).rpartition("-")
             if note := _read(path):
                 with contextlib.suppress(ValueError, KeyError):
@@ -383,13 +387,12 @@ class Peers:
         return notes
 
     def manifest(self, kept: SurvivingState) -> Manifest:
-        """Return the manifest of a state, from a machine that has it. Collective. Raises ShardwiseError if none has."""
+        """Return the manifest of a state without its files, from a machine that has it. Collective. Raises
+        ShardwiseError if none has."""
         found = [content for content in gather_values(self._content(kept)) if content is not None]
-        parts = {file: part for have in gather_values(self._parts(kept)) for file, part in have.items()}
-        if not found or kept.where.keys() - parts:
-            what = f"no machine has the manifest of step {kept.step} ({min(kept.where)} and its other files)"
-            raise ShardwiseError(what)
-        manifest, values, plain = found[0][0].with_parts(parts), dict[str, Any](), dict[str, Any]()
+        if not found:
+            raise ShardwiseError(f"no machine has the manifest of step {kept.step}")
+        manifest, values, plain = found[0][0], dict[str, Any](), dict[str, Any]()
         for _, notes in found:
             for note in notes:
                 values |= note["values"]
@@ -400,21 +403,29 @@ class Peers:
         """Return the manifest and the notes of a state on this machine, on its first rank, if there are any. (A machine
         may keep no file, and some files of the slot may be of another step.) The others get it parsed, which costs an
         eighth of parsing it."""
-        folder = self.memory / str(kept.number)
-        paths = (path for end in ("", _COPY) for path in folder.glob(f"*-{kept.slot}{end}{_NOTE}"))
-        notes = [note for note in map(_read, paths) if note.get("step") == kept.step]
-        if notes and self.shares_folder[self.rank] == self.rank:
+        notes = [note for _, note in self._files(kept)]
+        if notes:
             with contextlib.suppress(OSError, ShardwiseError):
-                return parse_manifest((folder / _TENSORS).read_text()), notes
+                return parse_manifest((self.memory / str(kept.number) / _TENSORS).read_text()), notes
         return None
 
-    def _parts(self, kept: SurvivingState) -> dict[str, Manifest]:
-        """Return the manifest's parts for the files that are taken from this machine, on its first rank."""
-        parts: dict[str, Manifest] = {}
-        for file, rank in kept.where.items() if self.shares_folder[self.rank] == self.rank else ():
-            if self.shares_folder[rank] == self.rank:
-                with contextlib.suppress(OSError, ShardwiseError):
-                    parts[file] = parse_manifest((self.memory / str(kept.number) / f"{file}{_PART}").read_text())
+    def _files(self, kept: SurvivingState) -> list[tuple[str, dict[str, Any]]]:
+        """Return the files of a state on this machine, with their notes, on its first rank."""
+        folder, found = self.memory / str(kept.number), []
+        for end in (f"-{kept.slot}{copy}{_NOTE}" for copy in ("", _COPY) if self._is_first):
+            notes = ((path.name.removesuffix(end), _read(path)) for path in sorted(folder.glob(f"*{end}")))
+            found += [(file, note) for file, note in notes if note.get("step") == kept.step]
+        return found
+
+    def parts(self, kept: SurvivingState) -> dict[str, tuple[Covers, int, Manifest]]:
+        """Return (boxes around what it has, this rank, the manifest's part) of each file of a state on this machine, on
+        its first rank."""
+        parts: dict[str, tuple[Covers, int, Manifest]] = {}
+        for file, _ in self._files(kept):
+            with contextlib.suppress(OSError, ShardwiseError):
+                text = (self.memory / str(kept.number) / f"{file}{_PART}").read_text()
+                part = parse_manifest(text)
+                parts[file] = (part.covers(), self.rank, part)
         return parts
 
     def forget_after(self, step: int) -> None:
@@ -428,13 +439,23 @@ class Peers:
 
 
 class PeerReader(CheckpointReader):
-    """Reads a state whose files may be on other machines; files that ranks of this machine need are fetched."""
+    """Reads a state whose files may be on other machines; files that ranks of this machine need are fetched. Before
+    ``prepare`` it only notes what is wanted: no rank knows all files."""
 
     def __init__(self, peers: Peers, kept: SurvivingState, manifest: Manifest) -> None:
         self.memory = peers.memory / str(kept.number)
         super().__init__(LocalFolder(self.memory), manifest)
         self._peers, self._kept = peers, kept
+        self._wanted: list[tuple[str, list[Box]]] = []
         self._needed: set[str] = set()
+
+    def verify(self, parts: Iterable[tuple[str, Iterable[Box]]]) -> None:
+        self._wanted += [(name, list(boxes)) for name, boxes in parts]
+
+    def random_of(self, rank: int) -> StoredTensor | None:
+        if (found := self.manifest.tensors.get(f"{RANDOM}{rank}")) is None:
+            self._wanted.append((RANDOM, [Box((rank,), (1,), (0,))]))
+        return found
 
     def file_name(self, file: str) -> str:
         return self.path(file).name
@@ -452,26 +473,56 @@ class PeerReader(CheckpointReader):
         self._needed.add(file)
 
     def prepare(self) -> None:
-        """Fetch the missing files, once per machine, from a machine that has them. Collective."""
-        peers = self._peers
-        missing = {file for file in self._needed if not self._is_whole(self.path(file))}
-        by_folder: dict[int, set[str]] = defaultdict(set)
-        for rank, files in enumerate(gather_values(sorted(missing))):
-            by_folder[peers.shares_folder[rank]].update(files)
-        works: list[Any] = []
-        fetches = sorted((file, first) for first, files in by_folder.items() for file in files)
-        connected = connect_pairs((self._kept.where[file], first) for file, first in fetches)
-        for tag, (file, first) in enumerate(fetches):
-            owner, size = self._kept.where[file], self.manifest.files[file].num_bytes
-            if peers.rank == owner:
-                works.append(connected[first].send(self._content(file).data, first, tag))
-            elif peers.rank == first:
+        """Find the files that have what is wanted, and fetch the missing ones, once per machine, from a machine that
+        has them. Collective. Raises CheckpointError on all ranks if a rank does not find all that it wants."""
+        peers, fault, rank = self._peers, None, self._peers.rank
+        parts = _routed(peers.parts(self._kept), united(_around(self._wanted)))
+        try:
+            self.manifest = self.manifest.with_parts({file: part for file, (_, _, part) in parts.items()})
+            generators = (f"{RANDOM}{box.offsets[0]}" for name, boxes in self._wanted if name == RANDOM for box in boxes)
+            tensors = [(name, self.manifest.tensors.get(name)) for name in generators]
+            wanted = [(name, boxes) for name, boxes in self._wanted if name != RANDOM]
+            super().verify([*wanted, *((name, [Box.whole(found.shape)]) for name, found in tensors if found is not None)])
+        except ShardwiseError as error:
+            fault = error
+        raise_first(CheckpointError, fault)
+        first, asked = peers.shares_folder[rank], {}
+        for file in (file for file in self._needed if not self._is_whole(self.path(file))):
+            _, owner, part = parts[file]
+            ends = {"from": Cover((owner,), (1,), 1), "to": Cover((first,), (1,), 1)}
+            asked[file, first] = (ends, owner, part.files[file].num_bytes)
+        asked = _routed(asked, {end: Cover((rank,), (1,), 1) for end in ("from", "to")})
+        fetches = [
+            (file, to, owner, size) for (file, to), (_, owner, size) in sorted(asked.items()) if rank in (owner, to)
+        ]
+        connected = connect_pairs((owner, to) for _, to, owner, _ in fetches)
+        tags, works = defaultdict[tuple[int, int], Iterator[int]](count), list[Any]()
+        for file, to, owner, size in fetches:
+            tag = 2 * next(tags[owner, to]) + (owner < to)  # two ranks may have files for each other
+            if rank == owner:
+                works.append(connected[to].send(self._content(file).data, to, tag))
+            else:
                 path = Path(f"{self.memory / file}-{self._kept.slot}{_FETCHED}")
                 path.parent.mkdir(exist_ok=True)
                 works.append(connected[owner].receive(_map(path, size), owner, tag))
         for work in works:
             work.wait()
         gather_values(None)  # a barrier: the other ranks of this machine read what its first rank fetched
+
+
+def _around(wanted: Iterable[tuple[str, Iterable[Box]]]) -> Iterator[tuple[str, Cover]]:
+    return ((name, Cover(box.offsets, box.sizes, box.numel)) for name, boxes in wanted for box in boxes)
+
+
+def _routed(offered: Mapping[Any, Any], wanted: Covers) -> dict[Any, Any]:
+    """Return, of what all ranks offer, what overlaps what this rank wants, and some more. Collective. ``offered``:
+    tuples that begin with covers."""
+    if rank_and_world_size()[1] == 1:
+        return dict(offered)
+    return rank_tree().route(
+        offered, wanted, lambda every: united(pair for covers in every for pair in covers.items()),
+        lambda value, wants: any(name in wants and wants[name].meets(cover) for name, cover in value[0].items()),
+    )  # fmt: skip
 
 
 def assign_keepers(writers: Writers, machine_of: Sequence[int], rank: int) -> list[Mirrored]:
