@@ -170,7 +170,9 @@ class Simulation:
         most = _FEW_EVENTS
         while self._queue and not over():
             if len(self._queue) > most:  # most are time-outs of waits that have ended
-                self._queue = [event for event in self._queue if not isinstance(event[2], Task) or event[2].waits(event[3])]
+                self._queue = [
+                    event for event in self._queue if not isinstance(event[2], Task) or event[2].waits(event[3])
+                ]
                 heapq.heapify(self._queue)
                 most = _FEW_EVENTS + 2 * len(self._queue)
             time, _, what, turn = heapq.heappop(self._queue)

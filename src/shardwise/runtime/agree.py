@@ -74,7 +74,7 @@ def rank_tree() -> RankTree:
 
 def connect_pairs(pairs: Iterable[tuple[int, int]]) -> dict[int, SmallGroup]:
     """Return a group with each rank that is in a pair with this one; one group of all would connect each rank to each.
-    Collective: all ranks give the same pairs."""
+    Collective: both ranks of a pair give it, and other pairs do not matter."""
     rank, name = rank_and_world_size()[0], f"pairs-{next(_turns)}"
     own = sorted({(min(pair), max(pair)) for pair in pairs if rank in pair})  # in one order: each waits for its peer
     return {sum(pair) - rank: SmallGroup(name, pair, group_timeout()) for pair in own}

@@ -54,11 +54,7 @@ class RankTree:
         return RankValues.unpacked(content).by_rank
 
     def route(
-        self,
-        offered: Mapping[K, V],
-        wanted: W,
-        joined: Callable[[list[W]], W],
-        fits: Callable[[V, W], bool],
+        self, offered: Mapping[K, V], wanted: W, joined: Callable[[list[W]], W], fits: Callable[[V, W], bool]
     ) -> dict[K, V]:
         """Return, of what all ranks offer, what fits what any rank of this one's lowest group wants; the first ranks of
         groups get more. Of equal keys the first rank's counts. Collective. ``joined``: of what several want."""

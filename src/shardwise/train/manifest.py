@@ -143,14 +143,13 @@ class Manifest:
 
     def covers(self) -> dict[str, Cover]:
         """Return a box around what it lists, and its parts, of every tensor."""
-        of_chunks = (
-            (RANDOM, Cover((int(name.removeprefix(RANDOM)),), (1,), 1))
-            if name.startswith(RANDOM)
-            else (name, Cover(chunk.offsets, chunk.sizes, prod(chunk.sizes)))
-            for name, stored in self.tensors.items()
-            for chunk in stored.chunks
-        )
-        return united([*of_chunks, *(pair for covers in self.parts.values() for pair in covers.items())])
+        found = [pair for covers in self.parts.values() for pair in covers.items()]
+        for name, stored in self.tensors.items():
+            if name.startswith(RANDOM):
+                found += [(RANDOM, Cover((int(name.removeprefix(RANDOM)),), (1,), 1)) for _ in stored.chunks]
+            else:
+                found += [(name, Cover(chunk.offsets, chunk.sizes, prod(chunk.sizes))) for chunk in stored.chunks]
+        return united(found)
 
     def check_whole(self) -> None:
         """Raise ShardwiseError if files and parts do not have as many elements of each tensor as it has."""

@@ -166,13 +166,13 @@ class Peers:
             check_own_folder(self.memory)
         except OSError as error:
             refused = str(error)
-        place = f"{platform.node()}:{self.memory.resolve()}".encode()  # as a digest: every rank gets that of all machines
-        places = gather_values((hashlib.blake2b(place, digest_size=8).digest(), refused))
+        place = hashlib.blake2b(f"{platform.node()}:{self.memory.resolve()}".encode(), digest_size=8)
+        places = gather_values((place.digest(), refused))  # every rank gets those of all machines
         if refused := next((text for _, text in places if text), ""):
             what = f"copies of the state cannot be kept in {self.memory}: {refused}"
             raise ShardwiseError(what, fix="give a new folder, or one to which only you may write (chmod 700)")
         first = dict(zip(reversed(places), reversed(range(self.num_ranks)), strict=True))
-        self.machine_of = [first[place] for place in places]  # by its first rank
+        self.machine_of = [first[found] for found in places]  # by its first rank
         self.shares_folder, is_one = self.machine_of, len({*self.machine_of}) == 1
         self._is_first = self.shares_folder[self.rank] == self.rank
         self.is_idle = self.between_machines and is_one
@@ -363,21 +363,22 @@ class Peers:
     # -- to resume -----------------------------------------------------------------------------------------------------
 
     def whole_states(self) -> list[SurvivingState]:
-        """Return the complete states, newest first, on rank 0; [] on others. Collective: a machine has few files of
-        many, and only rank 0 looks at the list of all."""
+        """Return the complete states, newest first, on rank 0, which alone hears of all files; [] on others.
+        Collective."""
         notes = self._notes()
         everywhere = rank_tree().gather(notes, to_all=False) if self.num_ranks > 1 else [notes]
-        seen: dict[tuple[int, int, int], set[str]] = defaultdict(set)
-        least: dict[tuple[int, int, int], tuple[int, int]] = {}
+        if self.rank:
+            return []
+        seen: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = defaultdict(dict)
         for number, slot, file, step, checked, num_files in (note for have in everywhere for note in have):
-            seen[step, number, slot].add(file)
-            lowest, _ = least.get((step, number, slot), (checked, num_files))
-            least[step, number, slot] = (min(lowest, checked), num_files)
-        whole = [key for key, files in seen.items() if len(files) == least[key][1] and self.rank == 0]
-        return [SurvivingState(*key, least[key][0]) for key in sorted(whole, reverse=True)]
+            seen[step, number, slot][file] = checked, num_files
+        return [
+            SurvivingState(*key, min(checked for checked, _ in files.values()))
+            for key, files in sorted(seen.items(), reverse=True)
+            if {num_files for _, num_files in files.values()} == {len(files)}
+        ]
 
     def _notes(self) -> list[tuple[int, int, str, int, int, int]]:
-        """Return what is said about the files of this machine, on its first rank."""
         notes = []
         for path in self.memory.glob(f"*/*{_NOTE}") if self._is_first else ():
             file, _, slot = path.name.removesuffix(_NOTE).removesuffix(_COPY).rpartition("-")
@@ -403,29 +404,23 @@ class Peers:
         """Return the manifest and the notes of a state on this machine, on its first rank, if there are any. (A machine
         may keep no file, and some files of the slot may be of another step.) The others get it parsed, which costs an
         eighth of parsing it."""
-        notes = [note for _, note in self._files(kept)]
+        folder = self.memory / str(kept.number)
+        paths = (path for end in ("", _COPY) for path in folder.glob(f"*-{kept.slot}{end}{_NOTE}"))
+        notes = [note for note in map(_read, paths if self._is_first else ()) if note.get("step") == kept.step]
         if notes:
             with contextlib.suppress(OSError, ShardwiseError):
-                return parse_manifest((self.memory / str(kept.number) / _TENSORS).read_text()), notes
+                return parse_manifest((folder / _TENSORS).read_text()), notes
         return None
 
-    def _files(self, kept: SurvivingState) -> list[tuple[str, dict[str, Any]]]:
-        """Return the files of a state on this machine, with their notes, on its first rank."""
-        folder, found = self.memory / str(kept.number), []
-        for end in (f"-{kept.slot}{copy}{_NOTE}" for copy in ("", _COPY) if self._is_first):
-            notes = ((path.name.removesuffix(end), _read(path)) for path in sorted(folder.glob(f"*{end}")))
-            found += [(file, note) for file, note in notes if note.get("step") == kept.step]
-        return found
-
     def parts(self, kept: SurvivingState) -> dict[str, tuple[Covers, int, Manifest]]:
-        """Return (boxes around what it has, this rank, the manifest's part) of each file of a state on this machine, on
-        its first rank."""
+        """Return, on this machine's first rank, file -> (boxes around what it has, this rank, the manifest's part) of a
+        state's files here."""
         parts: dict[str, tuple[Covers, int, Manifest]] = {}
-        for file, _ in self._files(kept):
-            with contextlib.suppress(OSError, ShardwiseError):
-                text = (self.memory / str(kept.number) / f"{file}{_PART}").read_text()
-                part = parse_manifest(text)
-                parts[file] = (part.covers(), self.rank, part)
+        for number, slot, file, step, *_ in self._notes():
+            if (step, number, slot) == (kept.step, kept.number, kept.slot):
+                with contextlib.suppress(OSError, ShardwiseError):
+                    part = parse_manifest((self.memory / str(number) / f"{file}{_PART}").read_text())
+                    parts[file] = part.covers(), self.rank, part
         return parts
 
     def forget_after(self, step: int) -> None:
@@ -447,15 +442,15 @@ class PeerReader(CheckpointReader):
         super().__init__(LocalFolder(self.memory), manifest)
         self._peers, self._kept = peers, kept
         self._wanted: list[tuple[str, list[Box]]] = []
+        self._source = -1  # the rank whose generators are wanted
         self._needed: set[str] = set()
 
     def verify(self, parts: Iterable[tuple[str, Iterable[Box]]]) -> None:
         self._wanted += [(name, list(boxes)) for name, boxes in parts]
 
     def random_of(self, rank: int) -> StoredTensor | None:
-        if (found := self.manifest.tensors.get(f"{RANDOM}{rank}")) is None:
-            self._wanted.append((RANDOM, [Box((rank,), (1,), (0,))]))
-        return found
+        self._source = rank
+        return self.manifest.tensors.get(f"{RANDOM}{rank}")
 
     def file_name(self, file: str) -> str:
         return self.path(file).name
@@ -476,25 +471,23 @@ class PeerReader(CheckpointReader):
         """Find the files that have what is wanted, and fetch the missing ones, once per machine, from a machine that
         has them. Collective. Raises CheckpointError on all ranks if a rank does not find all that it wants."""
         peers, fault, rank = self._peers, None, self._peers.rank
-        parts = _routed(peers.parts(self._kept), united(_around(self._wanted)))
+        around = [(name, Cover(box.offsets, box.sizes, box.numel)) for name, boxes in self._wanted for box in boxes]
+        parts = _routed(peers.parts(self._kept), united([*around, (RANDOM, _only(self._source))]))
         try:
             self.manifest = self.manifest.with_parts({file: part for file, (_, _, part) in parts.items()})
-            generators = (f"{RANDOM}{box.offsets[0]}" for name, boxes in self._wanted if name == RANDOM for box in boxes)
-            tensors = [(name, self.manifest.tensors.get(name)) for name in generators]
-            wanted = [(name, boxes) for name, boxes in self._wanted if name != RANDOM]
-            super().verify([*wanted, *((name, [Box.whole(found.shape)]) for name, found in tensors if found is not None)])
+            if (generators := self.random_of(self._source)) is not None:
+                self._wanted.append((f"{RANDOM}{self._source}", [Box.whole(generators.shape)]))
+            super().verify(self._wanted)
         except ShardwiseError as error:
             fault = error
         raise_first(CheckpointError, fault)
         first, asked = peers.shares_folder[rank], {}
         for file in (file for file in self._needed if not self._is_whole(self.path(file))):
             _, owner, part = parts[file]
-            ends = {"from": Cover((owner,), (1,), 1), "to": Cover((first,), (1,), 1)}
+            ends = {"from": _only(owner), "to": _only(first)}
             asked[file, first] = (ends, owner, part.files[file].num_bytes)
-        asked = _routed(asked, {end: Cover((rank,), (1,), 1) for end in ("from", "to")})
-        fetches = [
-            (file, to, owner, size) for (file, to), (_, owner, size) in sorted(asked.items()) if rank in (owner, to)
-        ]
+        asked = _routed(asked, {"from": _only(rank), "to": _only(rank)})
+        fetches = [(*key, owner, size) for key, (_, owner, size) in sorted(asked.items()) if rank in (owner, key[1])]
         connected = connect_pairs((owner, to) for _, to, owner, _ in fetches)
         tags, works = defaultdict[tuple[int, int], Iterator[int]](count), list[Any]()
         for file, to, owner, size in fetches:
@@ -510,8 +503,8 @@ class PeerReader(CheckpointReader):
         gather_values(None)  # a barrier: the other ranks of this machine read what its first rank fetched
 
 
-def _around(wanted: Iterable[tuple[str, Iterable[Box]]]) -> Iterator[tuple[str, Cover]]:
-    return ((name, Cover(box.offsets, box.sizes, box.numel)) for name, boxes in wanted for box in boxes)
+def _only(rank: int) -> Cover:
+    return Cover((rank,), (1,), 1)
 
 
 def _routed(offered: Mapping[Any, Any], wanted: Covers) -> dict[Any, Any]:
