@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.launch import coordinator, job, node_agent
 from shardwise.train import data, saving
-from simulated_job import sweep
+from simulated_job import laws, sweep
 from simulated_job.simulated_launchers import Setting, SimulatedJob
 from simulated_job.simulated_time import SimulationError
 from simulated_job.simulated_training import Training
@@ -267,21 +267,9 @@ def test_what_a_rank_sends_hardly_grows_with_the_number_of_ranks(tmp_path: Path)
         assert more[name] < 1.2 * some[name], name
 
 
-def test_what_a_rank_does_to_resume_after_a_loss_hardly_grows_with_the_number_of_ranks(tmp_path: Path) -> None:
+def test_what_a_rank_does_to_resume_after_a_loss_hardly_grows_with_the_number_of_ranks() -> None:
     """A rank hears of the files that its group needs, and of no others. First ranks of groups pass on what is more."""
-
-    def most_of_others(machines: int) -> Counter[str]:
-        run = SimulatedJob(Setting(machines, 8), Training(tmp_path / str(machines), num_steps=3, save_every=0))
-        run.when_step(2, lambda: run.kill_rank(5))
-        run.run()
-        assert run.training is not None
-        assert run.training.resumed == [(0, 0), (1, 2)]
-        most: Counter[str] = Counter()
-        for rank in run.cluster.ranks:
-            most |= rank.counts if rank.generation == 1 and rank.rank % 8 else Counter()
-        return most
-
-    some, more = most_of_others(2), most_of_others(8)
+    (_, some), (_, more) = laws.resumed(2), laws.resumed(8)
     for name in ("rank bytes", "rank messages", "rank connections", "store requests", "file operations"):
         assert more[name] < 1.1 * some[name] + 1, name
 

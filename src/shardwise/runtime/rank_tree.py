@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-K, V, W = TypeVar("K"), TypeVar("V"), TypeVar("W")
 FANOUT = 8
 _LENGTH_BYTES, _FIRST_BYTES = 8, 256  # of a content's length, and of the first message, which begins with it
 
@@ -54,11 +53,11 @@ class RankTree:
         return RankValues.unpacked(content).by_rank
 
     def route(
-        self, offered: Mapping[K, V], wanted: W, joined: Callable[[list[W]], W], fits: Callable[[V, W], bool]
-    ) -> dict[K, V]:
+        self, offered: Mapping[Any, Any], wanted: Any, joined: Callable[[Any], Any], fits: Callable[[Any, Any], bool]
+    ) -> dict[Any, Any]:
         """Return, of what all ranks offer, what fits what any rank of this one's lowest group wants; the first ranks of
         groups get more. Of equal keys the first rank's counts. Collective. ``joined``: of what several want."""
-        wants: list[W] = []
+        wants: list[Any] = []
         for group in self._groups:
             every = [pickle.loads(part) for part in group.gather(pickle.dumps((offered, wanted)))]
             offered = {key: value for have, _ in reversed(every) for key, value in have.items()}
