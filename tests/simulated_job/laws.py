@@ -1,8 +1,8 @@
 """What launchers and ranks do by size, as a table: ``python -m simulated_job.laws 8 64 512 2048``.
 
 One rank of each job of the first table is killed. The launchers' part and the start up to the first step run at every
-size; what ranks send, open and write (start, four steps, two checkpoints) up to 16 machines. ``start 2048`` prints the
-table of starts alone.
+size; what ranks send, open and write (start, four steps, two checkpoints; and to resume after a loss) up to 16
+machines. ``start 2048`` prints the table of starts alone.
 """
 
 from __future__ import annotations
@@ -64,6 +64,21 @@ def ranks(machines: int) -> Counter[str]:
         return Counter({name: round(number / setting.num_ranks) for name, number in total.items()})
 
 
+def resumed(machines: int) -> tuple[Counter[str], Counter[str]]:
+    """Return the counts of rank 0 after a loss, up to the end of the next step, and the most of ranks that are first of
+    no group of eight."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        run = SimulatedJob(Setting(machines, RANKS), Training(Path(folder), num_steps=3, save_every=0))
+        run.when_step(2, lambda: run.kill_rank(5))
+        run.run()
+        assert run.training is not None
+        assert run.training.resumed == [(0, 0), (1, 2)]
+        zero, most = Counter[str](), Counter[str]()
+        for rank in (rank for rank in run.cluster.ranks if rank.generation == 1):
+            zero, most = (zero, most | rank.counts) if rank.rank % RANKS else (zero or rank.counts, most)
+        return zero, most
+
+
 def print_starts(sizes: Sequence[int]) -> None:
     names = ["ranks", "have met", "programs", "groups", "manifest", "first step", "messages", "connections"]
     names += ["store requests", "files read", "bytes of the largest"]
@@ -83,12 +98,18 @@ def main() -> None:
     for machines in sizes:
         print(launchers(machines), flush=True)
     print_starts(sizes)
+    few = [machines for machines in (1, 2, 4, 8, 16) if machines <= min(max(sizes), _MOST_MACHINES)]
+    names = ["rank messages", "rank connections", "file operations", "store requests"]
     print("| ranks | messages | connections of groups | file operations | store requests |\n|---|---|---|---|---|")
-    for machines in (1, 2, 4, 8, 16):
-        if machines <= min(max(sizes), _MOST_MACHINES):
-            of = ranks(machines)
-            names = ("rank messages", "rank connections", "file operations", "store requests")
-            print(f"| {machines * RANKS} |", " | ".join(f"{of[name]:,}" for name in names), "|", flush=True)
+    for machines in few:
+        of = ranks(machines)
+        print(f"| {machines * RANKS} |", " | ".join(f"{of[name]:,}" for name in names), "|", flush=True)
+    heads = ["ranks", "messages", "connections", "file operations", "store requests", "bytes", "bytes of rank 0"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for machines in few[1:]:
+        zero, of = resumed(machines)
+        counts = [of[name] for name in (*names, "rank bytes")] + [zero["rank bytes"]]
+        print(f"| {machines * RANKS} |", " | ".join(f"{count:,}" for count in counts), "|", flush=True)
 
 
 if __name__ == "__main__":

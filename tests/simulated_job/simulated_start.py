@@ -128,7 +128,7 @@ class SimulatedStart(SimulatedTraining):
             world = here().world
             world.meet(here().process, None, (), 2 * math.log2(world.size), "world")
             simulation.sleep(_SPLIT_SECONDS)
-            return next(ranks for ranks in split_ranks if here().process.rank in ranks)
+            return split_ranks[0]
 
         def broadcast_object_list(box: list[Any], src: int = 0, group: Any = None) -> None:
             world, hops = here().world, math.log2(here().world.size)

@@ -20,6 +20,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 _OWED_SECONDS = 0.0005  # a task pays when it owes more than that
+_FEW_EVENTS = 10_000
 
 
 class Process:
@@ -41,6 +42,10 @@ class Task:
     def __init__(self, process: Process) -> None:
         self.process, self.turn, self.owed, self.alive = process, 0, 0.0, True
         self.greenlet: Any = None
+
+    def waits(self, turn: int) -> bool:
+        """Return whether it still waits as it did at that turn."""
+        return self.turn == turn and self.alive and self.process.alive
 
 
 class SimulationError(Exception):
@@ -162,7 +167,14 @@ class Simulation:
 
     def run(self, until: float, over: Callable[[], bool]) -> None:
         """Run events until it is ``over``, or simulated time ends. Raises SimulationError for the first error."""
+        most = _FEW_EVENTS
         while self._queue and not over():
+            if len(self._queue) > most:  # most are time-outs of waits that have ended
+                self._queue = [
+                    event for event in self._queue if not isinstance(event[2], Task) or event[2].waits(event[3])
+                ]
+                heapq.heapify(self._queue)
+                most = _FEW_EVENTS + 2 * len(self._queue)
             time, _, what, turn = heapq.heappop(self._queue)
             if time > until:
                 raise SimulationError(f"not over after {until:g} simulated seconds")
@@ -170,7 +182,7 @@ class Simulation:
             self.num_events += 1
             if not isinstance(what, Task):
                 what()
-            elif what.turn == turn and what.alive and what.process.alive:
+            elif what.waits(turn):
                 self.current = what
                 what.greenlet.switch()
                 _set_grad_enabled(True)

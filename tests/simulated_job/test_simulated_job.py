@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.launch import coordinator, job, node_agent
 from shardwise.train import data, saving
-from simulated_job import sweep
+from simulated_job import laws, sweep
 from simulated_job.simulated_launchers import Setting, SimulatedJob
 from simulated_job.simulated_time import SimulationError
 from simulated_job.simulated_training import Training
@@ -265,6 +265,13 @@ def test_what_a_rank_sends_hardly_grows_with_the_number_of_ranks(tmp_path: Path)
     some, more = counts(2), counts(5)
     for name in ("rank messages", "file operations", "store requests"):
         assert more[name] < 1.2 * some[name], name
+
+
+def test_what_a_rank_does_to_resume_after_a_loss_hardly_grows_with_the_number_of_ranks() -> None:
+    """A rank hears of the files that its group needs, and of no others. First ranks of groups pass on what is more."""
+    (_, some), (_, more) = laws.resumed(2), laws.resumed(8)
+    for name in ("rank bytes", "rank messages", "rank connections", "store requests", "file operations"):
+        assert more[name] < 1.1 * some[name] + 1, name
 
 
 # ------------------------------------------------------------------------------------- faults in the launcher itself

@@ -24,6 +24,7 @@ from shardwise.errors import PlanWarning, StragglerWarning
 from shardwise.launch.launcher import launch
 from shardwise.launch.restart_policy import ElasticConfig
 from shardwise.plans.plan import Plan
+from shardwise.runtime import agree
 from shardwise.runtime.generation import Generation, current
 from shardwise.runtime.heartbeat_file import HeartbeatFile, trail
 from shardwise.train.peers import PeerCopy, Peers
@@ -80,7 +81,10 @@ def test_a_killed_and_a_stopped_rank_cost_no_step(
 
 
 def steps_in(memory: Path) -> list[int]:
-    return [state.step for state in Peers(PeerCopy(memory / "steps"), is_local=True).whole_states()]
+    """Return what rank 0 finds, on every rank."""
+    found = Peers(PeerCopy(memory / "steps"), is_local=True).whole_states()
+    steps: list[int] = agree.gather_values([state.step for state in found])[0]
+    return steps
 
 
 def keeping(memory: str) -> None:

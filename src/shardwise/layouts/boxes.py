@@ -44,12 +44,13 @@ class Box:
 
     def common(self, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
         """Return the intersection with other rows of the tensor; None if empty."""
-        starts = tuple(map(max, self.offsets, offsets))
-        stops = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, offsets, sizes, strict=True))
-        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-            return None
-        at = tuple(at + start - offset for at, start, offset in zip(self.at, starts, self.offsets, strict=True))
-        return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)), at)
+        rows: list[tuple[int, int, int]] = []
+        for a, n, at, b, m in zip(self.offsets, self.sizes, self.at, offsets, sizes, strict=True):
+            start, stop = max(a, b), min(a + n, b + m)
+            if start >= stop:
+                return None
+            rows.append((start, stop - start, at + start - a))
+        return Box(*zip(*rows, strict=True)) if rows else self
 
 
 def index_of(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:

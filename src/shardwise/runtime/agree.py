@@ -32,8 +32,9 @@ from shardwise.runtime.rank_tree import FANOUT, RankTree, SmallGroup
 T = TypeVar("T")
 _BEATS = "shardwise/rank-0-works"
 _BEAT_SECONDS = 1.0
+_LISTEN_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 1e-3
-_STORE_SECONDS = 1e-4  # per rank that polls: the store, one thread of rank 0, answers about 100,000 requests a second
+_STORE_SECONDS = 5e-5  # per rank that polls: the store, one thread of rank 0, answers about 100,000 requests a second
 _MEETING_SECONDS = 60.0
 _HALF_AN_HOUR = timedelta(minutes=30)  # torch's default, for a group without a time-out
 _turns = count()  # of this generation: every rank makes the same number of calls
@@ -73,7 +74,7 @@ def rank_tree() -> RankTree:
 
 def connect_pairs(pairs: Iterable[tuple[int, int]]) -> dict[int, SmallGroup]:
     """Return a group with each rank that is in a pair with this one; one group of all would connect each rank to each.
-    Collective: all ranks give the same pairs."""
+    Collective: both ranks of a pair give it, and other pairs do not matter."""
     rank, name = rank_and_world_size()[0], f"pairs-{next(_turns)}"
     own = sorted({(min(pair), max(pair)) for pair in pairs if rank in pair})  # in one order: each waits for its peer
     return {sum(pair) - rank: SmallGroup(name, pair, group_timeout()) for pair in own}
@@ -190,6 +191,7 @@ def meet_rank_zero(what: str) -> None:
         return
     patience = patience_seconds()
     heard, since, pause = -1, monotonic(), _FIRST_PAUSE_SECONDS
+    listened = since  # its heartbeat is looked for rarely: each look is a request to a store that all ranks ask
     longest = max(_BEAT_SECONDS / 4, _STORE_SECONDS * dist.get_world_size())
     while True:
         # Poll: a store wait that times out writes its own lines to stderr.
@@ -197,8 +199,10 @@ def meet_rank_zero(what: str) -> None:
         try:
             if store.check([turn]):
                 return
-            if (beats := store.add(_BEATS, 0)) != heard:
-                heard, since = beats, monotonic()
+            if monotonic() >= listened + min(_LISTEN_SECONDS, patience / 4):
+                listened = monotonic()
+                if (beats := store.add(_BEATS, 0)) != heard:
+                    heard, since = beats, listened
         except RuntimeError as error:  # torch's DistStoreError: the store is gone
             failure = error
         if failure is not None or monotonic() - since > patience:

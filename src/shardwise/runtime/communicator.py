@@ -326,15 +326,16 @@ def new_groups(each: Sequence[Sequence[int]], backend: str | None = None, *, is_
     high priority.
 
     A rank takes part in its own group only. Where all ranks make every group, 16,384 ranks meet 2,000 times for the
-    groups of eight along one axis. A communicator of NCCL that is bound to a device is split once for all of them.
+    groups of eight along one axis. A communicator of NCCL that is bound to a device is split once for all of them: to
+    torch a rank names only its own group, or another one if it is in none.
     """
     everyone: Any = dist.group.WORLD
     rank, splits = dist.get_rank(), everyone.bound_device_id is not None and backend in (None, dist.get_backend())
     number = _next_number()
-    if splits and dist.get_backend() == "nccl":
-        ranks, options = [list(members) for members in each], _high_priority() if is_urgent else None
-        return dist.split_group(split_ranks=ranks, timeout=group_timeout(), pg_options=options)
     members = next((members for members in each if rank in members), None)
+    if splits and dist.get_backend() == "nccl":
+        ranks, options = [list(members or each[0])], _high_priority() if is_urgent else None
+        return dist.split_group(split_ranks=ranks, timeout=group_timeout(), pg_options=options)
     if (backend or dist.get_backend()) == "mpi":  # which makes groups among all ranks only
         groups = [dist.new_group(list(members), timeout=group_timeout(), backend=backend) for members in each]
         return next((group for group, members in zip(groups, each, strict=True) if rank in members), None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 FANOUT = 8
+_LENGTH_BYTES, _FIRST_BYTES = 8, 256  # of a content's length, and of the first message, which begins with it
 
 
 class RankTree:
@@ -50,6 +51,22 @@ class RankTree:
         for group in reversed(self._groups[: self._num_led * to_all]):
             content = group.from_first(content)
         return RankValues.unpacked(content).by_rank
+
+    def route(
+        self, offered: Mapping[Any, Any], wanted: Any, joined: Callable[[Any], Any], fits: Callable[[Any, Any], bool]
+    ) -> dict[Any, Any]:
+        """Return, of what all ranks offer, what fits what any rank of this one's lowest group wants; the first ranks of
+        groups get more. Of equal keys the first rank's counts. Collective. ``joined``: of what several want."""
+        wants: list[Any] = []
+        for group in self._groups:
+            every = [pickle.loads(part) for part in group.gather(pickle.dumps((offered, wanted)))]
+            offered = {key: value for have, _ in reversed(every) for key, value in have.items()}
+            wanted = joined([want for _, want in every])
+            wants.append(wanted)
+        for group, want in reversed(list(zip(self._groups, wants, strict=True))[: self._num_led]):
+            chosen = {key: value for key, value in offered.items() if fits(value, want)}
+            offered = pickle.loads(group.from_first(pickle.dumps(chosen)))
+        return dict(offered)
 
     def largest(self, row: torch.Tensor, wait: Callable[[Any], None]) -> torch.Tensor:
         """Return the largest value of each column of the ranks' rows, in ``row``. Collective. ``wait``: waits for a
@@ -102,13 +119,12 @@ class SmallGroup:
     in common. ``name``: no other group of these ranks has it."""
 
     def __init__(self, name: str, ranks: Sequence[int], timeout: timedelta | None) -> None:
-        rank = dist.get_rank()
-        self.ranks, self._is_first = ranks, rank == ranks[0]
+        self.ranks = ranks
         distributed: Any = dist
         whole_name = f"shardwise/{name}/{ranks[1] - ranks[0]}/{ranks[0]}"
         store = distributed.PrefixStore(whole_name, dist.distributed_c10d._get_default_store())
         options = {} if timeout is None else {"timeout": timeout}
-        self.backend = distributed.ProcessGroupGloo(store, ranks.index(rank), len(ranks), **options)
+        self.backend = distributed.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), **options)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         """Start to send, and return the handle."""
@@ -120,20 +136,32 @@ class SmallGroup:
 
     def gather(self, content: bytes) -> list[bytes]:
         """Return the bytes of all members. Collective."""
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
-        self.backend.allgather([lengths], [torch.tensor([len(content)])]).wait()
-        longest = max(map(int, lengths))
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in self.ranks]
-        self.backend.allgather([rows], [_as_tensor(content.ljust(longest))]).wait()
-        return [row[: int(length)].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+        return self._exchange(content, self._gather)
 
     def from_first(self, content: bytes) -> bytes:
         """Return the bytes of the first member. Collective."""
-        length = torch.tensor([len(content)])
-        self.backend.broadcast(length, 0).wait()
-        row = _as_tensor(content) if self._is_first else torch.empty(int(length), dtype=torch.uint8)
+        return self._exchange(content, self._from_first)[0]
+
+    @staticmethod
+    def _exchange(content: bytes, exchange: Callable[[bytes], list[bytes]]) -> list[bytes]:
+        """Exchange contents of any length. Most are short: they are sent with their length, and cost one message."""
+        content = len(content).to_bytes(_LENGTH_BYTES, "little") + content
+        rows = exchange(content[:_FIRST_BYTES].ljust(_FIRST_BYTES))
+        ends = [_LENGTH_BYTES + int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]
+        if (longest := max(ends)) > _FIRST_BYTES:
+            rest = exchange(content[_FIRST_BYTES:longest].ljust(longest - _FIRST_BYTES))
+            rows = [first + more for first, more in zip(rows, rest, strict=True)]
+        return [row[_LENGTH_BYTES:end] for row, end in zip(rows, ends, strict=True)]
+
+    def _gather(self, content: bytes) -> list[bytes]:
+        rows = torch.empty(len(self.ranks), len(content), dtype=torch.uint8)
+        self.backend.allgather([list(rows)], [_as_tensor(content)]).wait()
+        return [row.tobytes() for row in rows.numpy()]
+
+    def _from_first(self, content: bytes) -> list[bytes]:
+        row = _as_tensor(content)
         self.backend.broadcast(row, 0).wait()
-        return row.numpy().tobytes()
+        return [row.numpy().tobytes()]
 
 
 def _as_tensor(content: bytes) -> torch.Tensor:

@@ -16,7 +16,7 @@ import json
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -72,8 +72,20 @@ class Cover:
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Cover(starts, sizes, sum(cover.numel for cover in covers))
 
+    def meets(self, other: Cover) -> bool:
+        rows = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(max(a, b) < min(a + n, b + m) for a, n, b, m in rows)
+
 
 Covers = Mapping[str, Cover]  # by tensor; one of RANDOM stands for those of a range of ranks
+
+
+def united(pairs: Iterable[tuple[str, Cover]]) -> dict[str, Cover]:
+    """Return a cover of all those of each tensor."""
+    found: dict[str, list[Cover]] = defaultdict(list)
+    for name, cover in pairs:
+        found[name].append(cover)
+    return {name: Cover.of(covers) for name, covers in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +143,13 @@ class Manifest:
 
     def covers(self) -> dict[str, Cover]:
         """Return a box around what it lists, and its parts, of every tensor."""
-        found: dict[str, list[Cover]] = defaultdict(list)
+        found = [pair for covers in self.parts.values() for pair in covers.items()]
         for name, stored in self.tensors.items():
-            for chunk in stored.chunks:
-                if name.startswith(RANDOM):
-                    found[RANDOM].append(Cover((int(name.removeprefix(RANDOM)),), (1,), 1))
-                else:
-                    found[name].append(Cover(chunk.offsets, chunk.sizes, prod(chunk.sizes)))
-        for covers in self.parts.values():
-            for name, cover in covers.items():
-                found[name].append(cover)
-        return {name: Cover.of(covers) for name, covers in found.items()}
+            if name.startswith(RANDOM):
+                found += [(RANDOM, Cover((int(name.removeprefix(RANDOM)),), (1,), 1)) for _ in stored.chunks]
+            else:
+                found += [(name, Cover(chunk.offsets, chunk.sizes, prod(chunk.sizes))) for chunk in stored.chunks]
+        return united(found)
 
     def check_whole(self) -> None:
         """Raise ShardwiseError if files and parts do not have as many elements of each tensor as it has."""

@@ -25,13 +25,14 @@ keep, and writes the notes, beside the next step: the ranks wait for it before t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -40,15 +41,17 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import CollectiveError, PlanWarning, ShardwiseError, warn_user
-from shardwise.runtime.agree import connect_pairs, gather_values, rank_and_world_size, rank_tree
+from shardwise.errors import CheckpointError, CollectiveError, PlanWarning, ShardwiseError, warn_user
+from shardwise.layouts.boxes import Box
+from shardwise.runtime.agree import connect_pairs, gather_values, raise_first, rank_and_world_size, rank_tree
 from shardwise.runtime.host_copies import register, unregister
 from shardwise.runtime.private import check_own_folder
 from shardwise.runtime.rank_tree import SmallGroup
 from shardwise.train.checkpoints import assign_writers
 from shardwise.train.files import CheckpointReader, StagedFile
 from shardwise.train.local_folder import LocalFolder
-from shardwise.train.manifest import DataFile, Manifest, parse_manifest
+from shardwise.train.manifest import Cover, Covers, DataFile, Manifest, StoredTensor, parse_manifest, united
+from shardwise.train.names import RANDOM
 from shardwise.train.parts import TrainingState
 from shardwise.train.sharing import PlannedFile, WritePiece, Writers, file_of, stored_in
 
@@ -93,13 +96,12 @@ class Mirrored:
 
 @dataclass(frozen=True, slots=True)
 class SurvivingState:
-    """A state that is complete on the remaining machines. ``where``: file -> a rank whose machine has it."""
+    """A state that is complete on the remaining machines."""
 
     step: int
     number: int
     slot: int
     checked: int
-    where: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -164,13 +166,15 @@ class Peers:
             check_own_folder(self.memory)
         except OSError as error:
             refused = str(error)
-        places = gather_values((platform.node(), str(self.memory.resolve()), refused))
-        if refused := next((text for *_, text in places if text), ""):
+        place = hashlib.blake2b(f"{platform.node()}:{self.memory.resolve()}".encode(), digest_size=8)
+        places = gather_values((place.digest(), refused))  # every rank gets those of all machines
+        if refused := next((text for _, text in places if text), ""):
             what = f"copies of the state cannot be kept in {self.memory}: {refused}"
             raise ShardwiseError(what, fix="give a new folder, or one to which only you may write (chmod 700)")
         first = dict(zip(reversed(places), reversed(range(self.num_ranks)), strict=True))
-        self.machine_of = [first[place] for place in places]  # by its first rank
+        self.machine_of = [first[found] for found in places]  # by its first rank
         self.shares_folder, is_one = self.machine_of, len({*self.machine_of}) == 1
+        self._is_first = self.shares_folder[self.rank] == self.rank
         self.is_idle = self.between_machines and is_one
         self.connected: dict[int, SmallGroup] = {}  # rank -> the group with it, for what it keeps or has kept for it
         if is_one:  # protect against the loss of single ranks
@@ -218,7 +222,7 @@ class Peers:
                                 refused = refused or register(memory)
                                 if not refused:
                                     self.registered.append(memory)
-            if self.shares_folder[self.rank] == self.rank:
+            if self._is_first:
                 _write(self.folder / _TENSORS, common.to_text())
         except OSError as error:
             fault = str(error)
@@ -248,7 +252,7 @@ class Peers:
                 self.under_way = None
                 raise
             self.under_way = None
-        if self.filled == _NUM_SLOTS and self.shares_folder[self.rank] == self.rank:
+        if self.filled == _NUM_SLOTS and self._is_first:
             self.filled += 1  # once
             for folder in self.memory.iterdir():
                 if folder.name.isdigit() and int(folder.name) < self.number:
@@ -359,23 +363,24 @@ class Peers:
     # -- to resume -----------------------------------------------------------------------------------------------------
 
     def whole_states(self) -> list[SurvivingState]:
-        """Return the complete states, newest first. Collective."""
-        seen: dict[tuple[int, int, int], dict[str, int]] = defaultdict(dict)
-        least: dict[tuple[int, int, int], tuple[int, int]] = {}
-        for rank, notes in enumerate(gather_values(self._notes())):
-            for number, slot, file, step, checked, num_files in notes:
-                seen[step, number, slot].setdefault(file, rank)
-                lowest, _ = least.get((step, number, slot), (checked, num_files))
-                least[step, number, slot] = (min(lowest, checked), num_files)
-        whole = [key for key, files in seen.items() if len(files) == least[key][1]]
+        """Return the complete states, newest first, on rank 0, which alone hears of all files; [] on others.
+        Collective."""
+        notes = self._notes()
+        everywhere = rank_tree().gather(notes, to_all=False) if self.num_ranks > 1 else [notes]
+        if self.rank:
+            return []
+        seen: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = defaultdict(dict)
+        for number, slot, file, step, checked, num_files in (note for have in everywhere for note in have):
+            seen[step, number, slot][file] = checked, num_files
         return [
-            SurvivingState(step, number, slot, least[step, number, slot][0], seen[step, number, slot])
-            for step, number, slot in sorted(whole, reverse=True)
+            SurvivingState(*key, min(checked for checked, _ in files.values()))
+            for key, files in sorted(seen.items(), reverse=True)
+            if {num_files for _, num_files in files.values()} == {len(files)}
         ]
 
     def _notes(self) -> list[tuple[int, int, str, int, int, int]]:
         notes = []
-        for path in self.memory.glob(f"*/*{_NOTE}"):
+        for path in self.memory.glob(f"*/*{_NOTE}") if self._is_first else ():
             file, _, slot = path.name.removesuffix(_NOTE).removesuffix(_COPY).rpartition("-")
             if note := _read(path):
                 with contextlib.suppress(ValueError, KeyError):
@@ -383,13 +388,12 @@ class Peers:
         return notes
 
     def manifest(self, kept: SurvivingState) -> Manifest:
-        """Return the manifest of a state, from a machine that has it. Collective. Raises ShardwiseError if none has."""
+        """Return the manifest of a state without its files, from a machine that has it. Collective. Raises
+        ShardwiseError if none has."""
         found = [content for content in gather_values(self._content(kept)) if content is not None]
-        parts = {file: part for have in gather_values(self._parts(kept)) for file, part in have.items()}
-        if not found or kept.where.keys() - parts:
-            what = f"no machine has the manifest of step {kept.step} ({min(kept.where)} and its other files)"
-            raise ShardwiseError(what)
-        manifest, values, plain = found[0][0].with_parts(parts), dict[str, Any](), dict[str, Any]()
+        if not found:
+            raise ShardwiseError(f"no machine has the manifest of step {kept.step}")
+        manifest, values, plain = found[0][0], dict[str, Any](), dict[str, Any]()
         for _, notes in found:
             for note in notes:
                 values |= note["values"]
@@ -402,19 +406,21 @@ class Peers:
         eighth of parsing it."""
         folder = self.memory / str(kept.number)
         paths = (path for end in ("", _COPY) for path in folder.glob(f"*-{kept.slot}{end}{_NOTE}"))
-        notes = [note for note in map(_read, paths) if note.get("step") == kept.step]
-        if notes and self.shares_folder[self.rank] == self.rank:
+        notes = [note for note in map(_read, paths if self._is_first else ()) if note.get("step") == kept.step]
+        if notes:
             with contextlib.suppress(OSError, ShardwiseError):
                 return parse_manifest((folder / _TENSORS).read_text()), notes
         return None
 
-    def _parts(self, kept: SurvivingState) -> dict[str, Manifest]:
-        """Return the manifest's parts for the files that are taken from this machine, on its first rank."""
-        parts: dict[str, Manifest] = {}
-        for file, rank in kept.where.items() if self.shares_folder[self.rank] == self.rank else ():
-            if self.shares_folder[rank] == self.rank:
+    def parts(self, kept: SurvivingState) -> dict[str, tuple[Covers, int, Manifest]]:
+        """Return, on this machine's first rank, file -> (boxes around what it has, this rank, the manifest's part) of a
+        state's files here."""
+        parts: dict[str, tuple[Covers, int, Manifest]] = {}
+        for number, slot, file, step, *_ in self._notes():
+            if (step, number, slot) == (kept.step, kept.number, kept.slot):
                 with contextlib.suppress(OSError, ShardwiseError):
-                    parts[file] = parse_manifest((self.memory / str(kept.number) / f"{file}{_PART}").read_text())
+                    part = parse_manifest((self.memory / str(number) / f"{file}{_PART}").read_text())
+                    parts[file] = part.covers(), self.rank, part
         return parts
 
     def forget_after(self, step: int) -> None:
@@ -428,13 +434,23 @@ class Peers:
 
 
 class PeerReader(CheckpointReader):
-    """Reads a state whose files may be on other machines; files that ranks of this machine need are fetched."""
+    """Reads a state whose files may be on other machines; files that ranks of this machine need are fetched. Before
+    ``prepare`` it only notes what is wanted: no rank knows all files."""
 
     def __init__(self, peers: Peers, kept: SurvivingState, manifest: Manifest) -> None:
         self.memory = peers.memory / str(kept.number)
         super().__init__(LocalFolder(self.memory), manifest)
         self._peers, self._kept = peers, kept
+        self._wanted: list[tuple[str, list[Box]]] = []
+        self._source = -1  # the rank whose generators are wanted
         self._needed: set[str] = set()
+
+    def verify(self, parts: Iterable[tuple[str, Iterable[Box]]]) -> None:
+        self._wanted += [(name, list(boxes)) for name, boxes in parts]
+
+    def random_of(self, rank: int) -> StoredTensor | None:
+        self._source = rank
+        return self.manifest.tensors.get(f"{RANDOM}{rank}")
 
     def file_name(self, file: str) -> str:
         return self.path(file).name
@@ -452,26 +468,54 @@ class PeerReader(CheckpointReader):
         self._needed.add(file)
 
     def prepare(self) -> None:
-        """Fetch the missing files, once per machine, from a machine that has them. Collective."""
-        peers = self._peers
-        missing = {file for file in self._needed if not self._is_whole(self.path(file))}
-        by_folder: dict[int, set[str]] = defaultdict(set)
-        for rank, files in enumerate(gather_values(sorted(missing))):
-            by_folder[peers.shares_folder[rank]].update(files)
-        works: list[Any] = []
-        fetches = sorted((file, first) for first, files in by_folder.items() for file in files)
-        connected = connect_pairs((self._kept.where[file], first) for file, first in fetches)
-        for tag, (file, first) in enumerate(fetches):
-            owner, size = self._kept.where[file], self.manifest.files[file].num_bytes
-            if peers.rank == owner:
-                works.append(connected[first].send(self._content(file).data, first, tag))
-            elif peers.rank == first:
+        """Find the files that have what is wanted, and fetch the missing ones, once per machine, from a machine that
+        has them. Collective. Raises CheckpointError on all ranks if a rank does not find all that it wants."""
+        peers, fault, rank = self._peers, None, self._peers.rank
+        around = [(name, Cover(box.offsets, box.sizes, box.numel)) for name, boxes in self._wanted for box in boxes]
+        parts = _routed(peers.parts(self._kept), united([*around, (RANDOM, _only(self._source))]))
+        try:
+            self.manifest = self.manifest.with_parts({file: part for file, (_, _, part) in parts.items()})
+            if (generators := self.random_of(self._source)) is not None:
+                self._wanted.append((f"{RANDOM}{self._source}", [Box.whole(generators.shape)]))
+            super().verify(self._wanted)
+        except ShardwiseError as error:
+            fault = error
+        raise_first(CheckpointError, fault)
+        first, asked = peers.shares_folder[rank], {}
+        for file in (file for file in self._needed if not self._is_whole(self.path(file))):
+            _, owner, part = parts[file]
+            ends = {"from": _only(owner), "to": _only(first)}
+            asked[file, first] = (ends, owner, part.files[file].num_bytes)
+        asked = _routed(asked, {"from": _only(rank), "to": _only(rank)})
+        fetches = [(*key, owner, size) for key, (_, owner, size) in sorted(asked.items()) if rank in (owner, key[1])]
+        connected = connect_pairs((owner, to) for _, to, owner, _ in fetches)
+        tags, works = defaultdict[tuple[int, int], Iterator[int]](count), list[Any]()
+        for file, to, owner, size in fetches:
+            tag = 2 * next(tags[owner, to]) + (owner < to)  # two ranks may have files for each other
+            if rank == owner:
+                works.append(connected[to].send(self._content(file).data, to, tag))
+            else:
                 path = Path(f"{self.memory / file}-{self._kept.slot}{_FETCHED}")
                 path.parent.mkdir(exist_ok=True)
                 works.append(connected[owner].receive(_map(path, size), owner, tag))
         for work in works:
             work.wait()
         gather_values(None)  # a barrier: the other ranks of this machine read what its first rank fetched
+
+
+def _only(rank: int) -> Cover:
+    return Cover((rank,), (1,), 1)
+
+
+def _routed(offered: Mapping[Any, Any], wanted: Covers) -> dict[Any, Any]:
+    """Return, of what all ranks offer, what overlaps what this rank wants, and some more. Collective. ``offered``:
+    tuples that begin with covers."""
+    if rank_and_world_size()[1] == 1:
+        return dict(offered)
+    return rank_tree().route(
+        offered, wanted, lambda every: united(pair for covers in every for pair in covers.items()),
+        lambda value, wants: any(name in wants and wants[name].meets(cover) for name, cover in value[0].items()),
+    )  # fmt: skip
 
 
 def assign_keepers(writers: Writers, machine_of: Sequence[int], rank: int) -> list[Mirrored]:
