@@ -223,7 +223,7 @@ def read_whole(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", list(PLANS))
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_tensors_and_norms_are_read_whole(run_ranks: RunRanks, kind: str) -> None:
     size, options = PLANS[kind]
     for found in run_ranks(read_whole, size, options):
@@ -267,7 +267,7 @@ def _safetensors(folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", PLANS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_whole_states_are_those_of_one_device(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
     size, options = PLANS[kind]
     for found in run_ranks(whole_states, size, options, str(tmp_path)):
