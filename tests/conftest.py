@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
-from launch.gloo_ranks import SELDOM, run_on_ranks
+from launch.gloo_ranks import SELDOM, TRACES, run_on_ranks
 from shardwise import progress
 from shardwise.planning import suggestions
 
@@ -36,6 +37,14 @@ settings.load_profile("repeatable")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="a share of every file, without processes (make test-quick)")
     parser.addoption("--seed", default="0", help="chooses the cases and the share that run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder in which ranks share what they trace, once for all workers of the run."""
+    if not hasattr(config, "workerinput"):
+        folder = TemporaryDirectory(prefix="shardwise-traces-")
+        os.environ[TRACES] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardwise as sw
+from launch.gloo_ranks import RunRanks
+from shardwise.hosts import free_port
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS, LIGHTNING = ROOT / "docs" / "tutorials", ROOT / "examples" / "lightning_gpt.py"
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d")
 RUN = ("-m", "shardwise.cli", "run", "-n", "2")
-PRINT = """
-import json, os
-whole = {WHOLE}
-norms = [float(torch.linalg.vector_norm(whole(p).double())) for p in model.parameters()]
-if os.environ["RANK"] == "0":
-    print(json.dumps([float(loss), *norms]))
-"""
 
 
 def outputs(*arguments: str, folder: Path) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
     )
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout
@@ -43,32 +46,49 @@ def side(title: str, sign: str) -> str:
     return "\n".join(lines)
 
 
+def train_both(folder: str, title: str, ports: Sequence[int]) -> list[list[float]]:
+    """On a rank: run both scripts as a launcher starts them, and return the loss of each and the norms of its
+    parameters. The other library is imported once for both."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "1"}
+    os.environ["TORCHELASTIC_RUN_ID"] = "torchrun"  # by which Lightning knows that its ranks are there
+    whole: Any = (lambda p: p.full_tensor()) if title == "torchtitan" else torch.detach
+    results = []
+    for sign, port, gathered in zip("-+", ports, (whole, sw.full_tensor), strict=True):
+        dist.destroy_process_group()
+        os.environ["MASTER_PORT"] = str(port)
+        os.chdir(Path(folder, sign))
+        names = runpy.run_path("train.py", run_name="__main__")
+        model = names["module"] if title == "Lightning" else names["model"]
+        loss = torch.zeros(()) if title == "Lightning" else names["loss"]
+        norms = [torch.linalg.vector_norm(gathered(p).double()) for p in model.parameters()]
+        results.append([float(value.detach()) for value in (loss, *norms)])
+    return results
+
+
 @pytest.mark.parametrize(
-    ("title", "package", "ranks", "whole", "count"),
+    ("title", "package", "ranks", "count"),
     [
-        ("accelerate", "accelerate", 2, "lambda p: p.detach()", 4),
-        ("Lightning", "lightning", 2, "lambda p: p.detach()", 4),
-        ("torchtitan", "torch", 2, "lambda p: p.full_tensor()", 10),
-        pytest.param("torchtitan", "torch", 4, "lambda p: p.full_tensor()", 10, marks=pytest.mark.long),
+        ("accelerate", "accelerate", 2, 4),
+        ("Lightning", "lightning", 2, 4),
+        ("torchtitan", "torch", 2, 10),
+        pytest.param("torchtitan", "torch", 4, 10, marks=pytest.mark.long),
     ],
 )
 def test_both_sides_of_a_diff_train_alike(
-    title: str, package: str, ranks: int, whole: str, count: int, tmp_path: Path
+    title: str, package: str, ranks: int, count: int, run_ranks: RunRanks, tmp_path: Path
 ) -> None:
-    pytest.importorskip(package)
-    results: list[Any] = []
-    for sign, start, gathers in (("-", TORCHRUN, whole), ("+", RUN, "sw.full_tensor")):
-        script = side(title, sign)
-        script += "\nloss, model = torch.zeros(()), module" if title == "Lightning" else ""
-        folder = tmp_path / sign
-        folder.mkdir()
-        (folder / "train.py").write_text(script + PRINT.replace("{WHOLE}", gathers))
-        command = [str(ranks) if word == "2" else word for word in start]
-        results.append(json.loads(outputs(*command, "train.py", folder=folder).splitlines()[-1]))
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    for sign in "-+":
+        (tmp_path / sign).mkdir()
+        (tmp_path / sign / "train.py").write_text(side(title, sign))
+    theirs, ours = run_ranks(train_both, ranks, str(tmp_path), title, (free_port(), free_port()))[0]
     # The loss of rank 0 is that of its part of the batch, where the other tool splits batches.
     first = 0 if (title, ranks) == ("torchtitan", 2) else 1
-    assert results[1][first:] == pytest.approx(results[0][first:], rel=1e-5)
-    assert len(results[0]) == 1 + count
+    assert ours[first:] == pytest.approx(theirs[first:], rel=1e-5)
+    assert len(theirs) == 1 + count
 
 
 @pytest.mark.long
@@ -82,25 +102,43 @@ def test_the_lightning_example_trains_on_ranks_as_on_one_device(tmp_path: Path) 
     assert "4 steps" in longer
 
 
-def test_both_sides_of_the_ray_train_page_train_alike(tmp_path: Path) -> None:
+RAY_JOB = """
+import os, runpy
+
+for name in {names}:
+    runpy.run_path(f"{{name}}.py", run_name="__main__")
+    if name != "actors":
+        os.rename("norms.json", f"{{name}}.json")
+"""
+
+
+def train_alone() -> list[float]:
+    """Train what both sides of the page about Ray Train train, in this process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    data = TensorDataset(torch.randn(64, 16), torch.randint(4, (64,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for inputs, labels in DataLoader(data, batch_size=8):
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.norm().item() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "names", [("ours", "actors"), pytest.param(("theirs", "ours"), marks=pytest.mark.long)], ids=str
+)
+def test_scripts_of_the_pages_about_ray_train_as_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
+    """The sides of the page about Ray Train, and ranks that are actors: in one session, which takes long to start."""
     pytest.importorskip("ray.train", exc_type=ImportError)
-    results: list[Any] = []
-    for sign in "-+":
-        script = side("Ray Train", sign).replace("ray.init(", "ray.init(num_cpus=3, object_store_memory=10**8, ")
-        (tmp_path / "job.py").write_text(script)
-        outputs("job.py", folder=tmp_path)
-        results.append(json.loads((tmp_path / "norms.json").read_text()))
-        (tmp_path / "norms.json").unlink()
-    assert results[1] == pytest.approx(results[0], rel=1e-5)
-    assert len(results[0]) == 4
-
-
-def test_actors_of_ray_are_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     (block,) = re.findall(r"```py\n(import ray\n.*?)```", (TUTORIALS / "schedulers.md").read_text(), re.DOTALL)
-    start = "import ray\n\nray.init(num_cpus=2, include_dashboard=False, object_store_memory=10**8)\n"
-    job = block.replace("num_gpus=1", "num_cpus=1").replace("64", "2").replace("import ray\n", start, 1)
-    (tmp_path / "job.py").write_text(job)
+    actors = block.replace("num_gpus=1", "num_cpus=1").replace("64", "2")
+    actors = actors.replace("import ray\n", "import ray\n\nray.init()\n", 1)
+    scripts = {"theirs": side("Ray Train", "-"), "ours": side("Ray Train", "+"), "actors": actors}
+    settings = "ignore_reinit_error=True, num_cpus=3, include_dashboard=False, object_store_memory=10**8"
+    for name, script in scripts.items():
+        assert script.count("ray.init()") == 1
+        (tmp_path / f"{name}.py").write_text(script.replace("ray.init()", f"ray.init({settings})"))
     (tmp_path / "train.py").write_text(
         "import torch, shardwise as sw\nfrom torch import nn\n"
         "sw.init_ranks()\ntorch.manual_seed(0)\n"
@@ -109,6 +147,10 @@ def test_actors_of_ray_are_ranks(tmp_path: Path) -> None:
         "par = sw.parallelize(model, plan, loss=lambda y: y.sum())\n"
         f"open(f'{tmp_path}/{{sw.rank()}}', 'w').write(str(float(par.step(batch))))\n"
     )
+    (tmp_path / "job.py").write_text(RAY_JOB.format(names=names))
     outputs("job.py", folder=tmp_path)
-    values = [(tmp_path / str(number)).read_text() for number in range(2)]
-    assert values[0] == values[1]
+    norms = [json.loads((tmp_path / f"{name}.json").read_text()) for name in names if name != "actors"]
+    assert norms == [pytest.approx(train_alone(), rel=1e-5)] * len(norms)
+    if "actors" in names:
+        values = [(tmp_path / str(number)).read_text() for number in range(2)]
+        assert values[0] == values[1]

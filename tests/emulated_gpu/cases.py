@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from models.tiny_models import MODELS, VOCABULARY, TinyModel, token_inputs
+from models.tiny_models import MODELS, VOCABULARY, TinyModel, gpt2, llama, token_inputs
 from models.zoo_transformers import TRANSFORMERS
 from runtime.interpreted import interpret_section
 from shardwise.graph.capture import Capture, capture
@@ -63,6 +63,13 @@ class Ring(nn.Module):
         return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
+OWN_MODELS = {  # beside those of all tests
+    "ring": TinyModel(Ring, token_inputs, {}),
+    "gpt2 of one layer": gpt2(layers=1),
+    "llama of one layer": llama(layers=1),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """How a model is trained. ``plan``, ``parallelize``: arguments of these functions; ``axes``: of the mesh;
@@ -100,9 +107,7 @@ class Trained:
 
 def tiny(name: str) -> TinyModel:
     name = name.removesuffix(NO_DROPOUT)
-    if name == "ring":
-        return TinyModel(Ring, token_inputs, {})
-    return MODELS[name] if name in MODELS else TRANSFORMERS[name]
+    return OWN_MODELS.get(name) or MODELS.get(name) or TRANSFORMERS[name]
 
 
 def build(name: str) -> nn.Module:

@@ -35,13 +35,14 @@ from shardwise.runtime.emit import take_all
 
 MICRO_BATCHES = {"global_batch": BATCH, "micro_batch": 2}
 BY_ROUTER = {"event": 1, "aten::repeat_interleave.Tensor": 1}
+ONE_LAYER = {name: f"{name} of one layer" for name in ("gpt2", "llama")}  # of each every kind of section is captured
 ON_ONE = {
-    "gpt2": Case("gpt2", {"dp": 1}),
-    "llama, micro-batches": Case("llama", {"dp": 1}, MICRO_BATCHES),
+    "gpt2": Case(ONE_LAYER["gpt2"], {"dp": 1}),
+    "llama, micro-batches": Case(ONE_LAYER["llama"], {"dp": 1}, MICRO_BATCHES),
 }
 ON_TWO = {
-    "gpt2, tp": Case("gpt2", {"dp": 1, "tp": 2}, split=True),
-    "llama, zero 3": Case("llama", {"dp": 2}, {"zero": 3}),
+    "gpt2, tp": Case(ONE_LAYER["gpt2"], {"dp": 1, "tp": 2}, split=True),
+    "llama, zero 3": Case(ONE_LAYER["llama"], {"dp": 2}, {"zero": 3}),
 }
 MORE = {
     "llama, dp": Case("llama", {"dp": 2}),

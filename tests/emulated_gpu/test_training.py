@@ -29,15 +29,15 @@ def staged(model: str, schedule: str, stages: int, axes: Mapping[str, int], **pl
 
 
 CORE: dict[str, Case] = {
-    "gpt2, tp": Case("gpt2", {"dp": 1, "tp": 2}, split=True),
     "llama, zero 3": Case("llama", {"dp": 2}, {"zero": 3}),
     "gpt2, offload": Case("gpt2", {"dp": 1, "tp": 2}, {"offload": "all"}, split=True),
-    "llama, rows in chunks": Case("llama", {"dp": 1, "tp": 2}, {"row_chunks": 2}, split=True),
+    "llama, rows in chunks": Case("llama of one layer", {"dp": 1, "tp": 2}, {"row_chunks": 2}, split=True),
     "gpt2, 1F1B": staged("gpt2", "1F1B", 2, {"dp": 1}),
 }
 MICRO_BATCHES = {"global_batch": BATCH, "micro_batch": 2}
 TABLE = ("model.transformer.wpe.weight",)
 ON_TWO: dict[str, Case] = {
+    "gpt2, tp": Case("gpt2", {"dp": 1, "tp": 2}, split=True),
     "vit, zero 1, clipped": Case("vit", {"dp": 2}, {"zero": 1}, clip=0.1),
     "gpt2, states on the host": Case("gpt2", {"dp": 2}, {"zero": 2}, optimizer="adamw on host"),
     "llama, zero 3, recomputed": Case("llama", {"dp": 2}, {"zero": 3, "recompute": "full"}),

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hf.runs import history
-from launch.gloo_ranks import run_on_ranks
+from launch.gloo_ranks import TRACES, run_on_ranks
 from models.breadth import ARCHITECTURES, KNOWN, tiny_of
 from shardwise.transformers import ShardwiseTrainer
 
@@ -169,7 +169,8 @@ def compared(name: str, logged: Any, share: float, failure: str, folder: str) ->
 def swept(names: list[str], until: float, *, chunk: int = 8) -> list[Result]:
     """The results of those that there was time for. A chunk of architectures shares two ranks."""
     found = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as traces:
+        os.environ[TRACES] = traces  # as conftest.py does, which is not here
         for start in range(0, len(names), chunk):
             if time.time() > until:
                 break

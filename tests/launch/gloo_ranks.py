@@ -6,20 +6,18 @@ clean as spawned ones, and a rank starts in milliseconds, not in the six seconds
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib.util
 import inspect
+import os
 import pickle
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from multiprocessing import connection, get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 from uuid import uuid4
@@ -46,6 +44,7 @@ PRELOADED_IF_HERE = {
 }
 SELDOM = (20_000, 20, 20)  # of the garbage collector, whose passes are a seventh of the suite's seconds by default
 RunRanks = Callable[..., list[Any]]  # the fixture ``run_ranks``
+TRACES = "SHARDWISE_TEST_TRACES"  # the folder of a run of the tests, of all its workers (``conftest.py``)
 SETTLE_SECONDS = 1.0  # how long a lost connection waits for the exception that explains it
 
 
@@ -93,13 +92,11 @@ def run_on_ranks(
             receiver.close()
 
 
-@cache
 def _traces(on_gpus: bool) -> Path:
-    """Where the ranks that this process starts share what they trace; it is removed with the process. Kernels of GPUs
-    are others than those of CPUs."""
-    folder = TemporaryDirectory(prefix="shardwise-traces-")
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
+    """Where all ranks of a run of the tests share what they trace. Kernels of GPUs are others than those of CPUs."""
+    folder = Path(os.environ[TRACES], "gpus" if on_gpus else "cpus")
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def wait_for_all_ranks() -> None:

@@ -46,9 +46,15 @@ def image_inputs(batch: int) -> dict[str, Any]:
     return {"pixel_values": torch.randn(batch, 3, 8, 8), "labels": torch.randint(0, CLASSES, (batch,))}
 
 
-def gpt2(heads: int = 4) -> TinyModel:
+def gpt2(heads: int = 4, layers: int = 2) -> TinyModel:
     config = GPT2Config(
-        n_layer=2, n_embd=8 * heads, n_head=heads, vocab_size=VOCABULARY, n_positions=8, bos_token_id=0, eos_token_id=0
+        n_layer=layers,
+        n_embd=8 * heads,
+        n_head=heads,
+        vocab_size=VOCABULARY,
+        n_positions=8,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return TinyModel(
         lambda: GPT2LMHeadModel(deepcopy(config)),
@@ -62,9 +68,9 @@ def gpt2(heads: int = 4) -> TinyModel:
     )
 
 
-def llama(heads: int = 8, key_heads: int = 2) -> TinyModel:
+def llama(heads: int = 8, key_heads: int = 2, layers: int = 2) -> TinyModel:
     config = LlamaConfig(
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         hidden_size=4 * heads,
         intermediate_size=48,
         num_attention_heads=heads,

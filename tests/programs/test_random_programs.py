@@ -37,7 +37,7 @@ def test_random_programs_equal_one_device() -> None:
 
 @pytest.mark.parametrize("priced", [False, True], ids=["", "priced"])
 @pytest.mark.parametrize("by_hand", [False, True], ids=["", "by hand"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_random_programs_with_windows_equal_one_device(by_hand: bool, priced: bool) -> None:
     """Convolutions, pooling, rolls, pads and slices among the others, also where factors are split by hand and where
     routes are chosen by price."""

@@ -209,7 +209,7 @@ def test_the_search_divides_rows_where_the_step_is_shorter_and_fits() -> None:
     assert bounded.predicted.peak_bytes <= limit
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_models_train_in_chunks_as_plain_pytorch_trains_them(ranks: int, run_ranks: RunRanks) -> None:
     mesh = sw.Mesh(tp=2) if ranks == 2 else sw.Mesh(dp=2, tp=2)
     choices = {"cluster": ranks, "mesh": mesh, "row_chunks": 2}

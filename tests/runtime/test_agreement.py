@@ -282,7 +282,7 @@ SAID_BY_OTHERS = {
 
 
 @pytest.mark.parametrize("case", [*SAID_BY_OTHERS, "device"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_a_rank_that_makes_another_call_is_named_on_all_before_time_is_up(case: str, run_ranks: RunRanks) -> None:
     outcomes = run_ranks(calls_of_one_rank_alone, 4, case)
     for rank, message in enumerate(outcomes):

@@ -273,7 +273,7 @@ def train_on_rank(*names: str) -> dict[str, tuple[Trained, list[Told]]]:
     [CASES, *(pytest.param(cases, marks=pytest.mark.long) for cases in (MORE, FORMS))],
     ids=["first", "more", "forms"],
 )
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_train_as_one_process(num_ranks: int, cases: dict[str, Case], run_ranks: RunRanks) -> None:
     names = [name for name, case in cases.items() if case.ranks == num_ranks]
     ranks = run_ranks(train_on_rank, num_ranks, *names)

@@ -143,7 +143,7 @@ def frozen(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["frozen", "replaced", "frozen alike", "replaced alike"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_copies_of_a_stage_that_are_not_treated_alike_are_named(case: str, run_ranks: RunRanks) -> None:
     said = run_ranks(frozen, 4, case)
     if "alike" in case:  # the ranks of the other stage have no such tensor

@@ -183,7 +183,7 @@ def test_in_bfloat16_ranks_differ_by_its_rounding(run: tuple[str, str, int], run
 
 @pytest.mark.parametrize("precision", [MIXED, HALF], ids=str)
 @pytest.mark.parametrize("run", STAGED, ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_in_half_the_bits_stages_differ_by_their_rounding(
     run: tuple[str, str, int, int], precision: sw.Precision, run_ranks: RunRanks
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -99,9 +100,9 @@ def test_over_more_ranks_only_the_order_of_additions_differs(run_ranks: RunRanks
             assert_close_as_sums(gradient, none[1][name], name)
 
 
-def make_mlp() -> Chain:
+def make_mlp(layers: int = 4) -> Chain:
     torch.manual_seed(0)
-    return Chain(4, 8, bias=True, act=torch.tanh).double()
+    return Chain(layers, 8, bias=True, act=torch.tanh).double()
 
 
 X = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -168,8 +169,9 @@ def test_parameters_stored_in_shards_are_gathered_in_buckets_before_they_are_nee
 
 def compiled_and_not(mesh: sw.Mesh) -> list[Trained]:
     strategies = {"layers.0": "n@tp"} if "tp" in dict(mesh.axes) else None
-    plan = sw.plan(make_mlp(), X, 2, mesh=mesh, search="sharding_propagation", strategies=strategies)
-    pars = [sw.parallelize(make_mlp(), plan, compile=choice) for choice in (False, True)]
+    model = make_mlp(2)  # Inductor compiles code for a second or more per section
+    plan = sw.plan(model, X, 2, mesh=mesh, search="sharding_propagation", strategies=strategies)
+    pars = [sw.parallelize(copy.deepcopy(model), plan, compile=choice) for choice in (False, True)]
     return [train(par, [(X,)] * 3, torch.optim.SGD(par.parameters(), lr=0.1)) for par in pars]
 
 

@@ -71,7 +71,7 @@ KINDS: list[dict[str, Any]] = [
     + [(kind, mesh) for kind in KINDS[1:5:3] for mesh in (sw.Mesh(cp=2), sw.Mesh(cp=3), sw.Mesh(dp=2, cp=2))],
     ids=str,
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 def test_a_ring_equals_one_device(kind: dict[str, Any], mesh: sw.Mesh) -> None:
     length = 12
     model = Attention(length, **kind)
@@ -193,7 +193,7 @@ class OpRecording(OpRecorder):
 
 
 @pytest.mark.parametrize(("name", "devices"), [(name, devices) for name in MASKS for devices in MASKS[name][1]])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_blocks_that_a_mask_proves_empty_are_neither_sent_nor_computed(name: str, devices: int) -> None:
     seen, handed = MASKS[name]
     model = Positions(16, "ring@cp", seen)
@@ -219,6 +219,7 @@ def test_blocks_that_a_mask_proves_empty_are_neither_sent_nor_computed(name: str
 
 
 @pytest.mark.parametrize("name", ["causal", "a window of 6"])
+@pytest.mark.sampled(1)
 def test_padding_beside_a_mask_that_is_known_is_right(name: str) -> None:
     seen, handed = MASKS[name]
     model = Positions(16, "ring@cp", seen, padded=True)
@@ -337,7 +338,7 @@ def test_the_lowering_is_attention_however_many_blocks(lowering: Callable[..., T
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("strategy", ["t@cp", "ring@cp", "zigzag@cp"])
+@pytest.mark.parametrize("strategy", ["t@cp", pytest.param("ring@cp", marks=pytest.mark.long), "zigzag@cp"])
 def test_the_memory_of_a_sequence_over_devices_is_linear_in_its_length(strategy: str) -> None:
     """All scores of 65,536 positions would take 128 times the queries of a device."""
 

@@ -238,6 +238,8 @@ def _check_file(value: Any, file: Any, saves: FrameType) -> None:
     torch.save(par.state_dict(), "model.pt")``, and what frameworks do instead, would silently lose the other ranks'
     parts. A file is taken as meant for one rank if its path contains ``rank`` and the rank's number. ``saves``: the
     frame of the function the user called."""
+    if isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
+        return  # pickle calls torch.save for each tensor, and looking for shards takes tens of milliseconds
     caller = saves.f_back
     if caller is not None and str(caller.f_globals.get("__name__")).startswith(_PARTS_ARE_MEANT):
         return
