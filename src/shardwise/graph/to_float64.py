@@ -266,6 +266,10 @@ class Reference(TorchFunctionMode):
         return drawn
 
 
+def _uniform(mode: Reference, shape: Sequence[int]) -> torch.Tensor:
+    return mode.uniform(shape)  # by name: subclasses note that numbers are drawn
+
+
 def _sized(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return ``rand(size)`` and its like."""
 
@@ -437,8 +441,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
         for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, _NEW)
     },
     torch.Tensor.__setitem__: _setitem,
-    torch.rand: _sized(Reference.uniform),
-    torch.rand_like: _like(Reference.uniform),
+    torch.rand: _sized(_uniform),
+    torch.rand_like: _like(_uniform),
     torch.randn: _sized(standard_normal),
     torch.randn_like: _like(standard_normal),
     torch.randint: _randint,
