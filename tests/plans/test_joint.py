@@ -157,6 +157,12 @@ def test_settings_of_large_models_are_planned_while_their_estimates_are_below_th
     assert not said.is_complete
     assert "8 stages, 1F1B, micro-batch 1 (64 passes): left out: about" in str(said)
     planned.clear()
+    with mock.patch.object(auto_stages, "MAX_REFINED_ESTIMATES", 2):
+        auto_stages.joint_search(
+            settings, floor, cluster, plan_setting, tries=2, estimates=(lambda one: one.stages * step[0],)
+        )
+    assert len(planned) == 2, "what was too much to be estimated comes last, and may be the fastest"
+    planned.clear()
     _, said = auto_stages.joint_search(settings, floor, cluster, plan_setting, tries=3, estimates=(estimate,))
     assert len(planned) == 3, "where there are tries for all, estimates decide nothing"
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
 from torch.optim.lr_scheduler import StepLR
 
 import shardwise as sw
@@ -23,7 +24,8 @@ from runtime.edges import batch, make
 from runtime.staged_model import Staged, staged_batch
 from runtime.training import check_close, check_ranks, state_of, step_or_differentiate, train
 from shardwise.costs.optimizers import whole_matrix_bytes
-from shardwise.runtime.guards.elementwise_optimizers import is_matrixwise
+from shardwise.runtime.guards.elementwise_optimizers import is_matrixwise, replace_step
+from shardwise.runtime.hooks import watch_optimizers
 from shardwise.runtime.local_shards import shard
 
 SHARDED = {"up": "n@tp", "narrow": "n@tp", "tokens": "v@tp"}
@@ -525,3 +527,56 @@ def test_states_stay_with_their_parameters(tmp_path: Path) -> None:
         assert "EagerMomentum made states of shards in its constructor" in found["of shards"]
     held = zip(*(found["held"] for found in results), strict=True)
     assert {sum(ranks) for ranks in held} == {1}, "one rank keeps the states of a matrix that is split"
+
+
+@pytest.mark.parametrize("host_first", [False, True])
+def test_a_class_that_inherits_a_step_gathers_and_its_base_steps_by_groups(host_first: bool) -> None:
+    """Both replace the same step of torch, in either order, and each only once."""
+
+    class Base(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    class Normed(Base):
+        pass
+
+    seen: list[str] = []
+
+    def noting(what: str) -> Callable[..., Any]:
+        def wrap(step: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(what)
+            return step(optimizer, *args, **kwargs)
+
+        return wrap
+
+    groups, whole = noting("groups"), noting("whole")
+    order = [(Base, groups), (Normed, whole)]
+    for kind, wrap in [*(order if host_first else order[::-1]), *order]:
+        replace_step(kind, wrap)
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    Normed(model.parameters()).step()
+    assert sorted(seen) == ["groups", "whole"]
+
+
+def test_hooks_of_all_optimizers_are_set_again_where_a_process_forgot_them() -> None:
+    called: list[Any] = []
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        called.append(optimizer)
+
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter])
+    hooks: dict[int, Any] = optimizers._global_optimizer_pre_hooks  # type: ignore[assignment]
+    before = dict(hooks)
+    try:
+        for _ in range(2):
+            watch_optimizers(hook)
+            watch_optimizers(hook)
+            optimizer.step()
+            hooks.clear()
+        assert called == [optimizer] * 2
+    finally:
+        hooks.clear()
+        hooks.update(before)

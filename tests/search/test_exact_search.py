@@ -353,6 +353,15 @@ def test_a_plan_for_less_memory_fits_and_an_impossible_one_is_refused_with_the_l
         assert sw.verify(model, (x,), fitting).ok
 
 
+def test_a_model_without_bytes_that_add_up_is_planned_where_the_limit_is_that_of_its_moments():
+    class Repeats(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.repeat(1, 4000) * 2).sum()
+
+    with raises(sw.errors.NothingFits, section="nothing-fits", facts=["needed", "largest", "least"]):
+        sw.plan(Repeats(), (torch.randn(64, 1),), 2, mesh=sw.Mesh(dp=2), memory_bytes=1000)
+
+
 def test_the_least_memory_that_an_error_names_is_enough():
     cost = tiny_cost("bert", sw.Mesh(x=4, y=2))
     with pytest.raises(DoesNotFit) as caught:

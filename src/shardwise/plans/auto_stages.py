@@ -387,7 +387,8 @@ def joint_search(
             seen.append(replace(trial, pruned=best[0]))
             continue
         if best is not None and (tries <= 0 or estimate >= best[0]):
-            tries = 0  # the others have higher estimates
+            if not queue.has_last_below(best[0]):
+                tries = 0  # the others have higher estimates
             seen.append(trial)
             continue
         tries -= 1
@@ -488,6 +489,10 @@ class _Queue:
                 longer = seconds / self.rough[number]
                 self.learned[size_of_device] = min(longer, self.learned.get(size_of_device, inf))
             heappush(self.heap, (seconds == inf, seconds, number, done + 1))
+
+    def has_last_below(self, seconds: float) -> bool:
+        """Return whether a setting that comes after all others is estimated to be faster."""
+        return any(is_last and estimate < seconds for is_last, estimate, _, _ in self.heap)
 
     def _simplest(self, number: int, seconds: float, done: int) -> tuple[StageConfig, float]:
         """Return the setting of the fewest stages among those estimated to be about as fast as ``seconds``.

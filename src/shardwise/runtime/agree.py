@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import count
+from math import inf
 from time import monotonic, sleep
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -191,7 +192,7 @@ def meet_rank_zero(what: str) -> None:
         return
     patience = patience_seconds()
     heard, since, pause = -1, monotonic(), _FIRST_PAUSE_SECONDS
-    listened = since  # its heartbeat is looked for rarely: each look is a request to a store that all ranks ask
+    listened = -inf  # its heartbeat is looked for at once, then rarely: all ranks ask the same store
     longest = max(_BEAT_SECONDS / 4, _STORE_SECONDS * dist.get_world_size())
     while True:
         # Poll: a store wait that times out writes its own lines to stderr.

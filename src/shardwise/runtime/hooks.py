@@ -7,12 +7,12 @@ result is sharded again. Every rank runs it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import optimizer as optimizers
 
 from shardwise.errors import CaptureWarning, ModelAttributeError, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.layouts.layout import Layout
@@ -23,7 +23,11 @@ MARKS = "marks_values"  # marks hooks that only annotate layouts
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
-watch_optimizers = cache(register_optimizer_step_pre_hook)  # a hook before the steps of all optimizers is set once
+
+def watch_optimizers(hook: Callable[..., None]) -> None:
+    """Call a hook before the steps of all optimizers, unless it is called already. A kept process forgets hooks."""
+    if hook not in optimizers._global_optimizer_pre_hooks.values():
+        optimizers.register_optimizer_step_pre_hook(hook)
 
 
 def foreign_wrapper_error(wrapper: str) -> ShardwiseError:

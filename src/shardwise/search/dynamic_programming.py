@@ -119,7 +119,8 @@ class _ExactSearch:
     that are the least sums there, those with the least traffic first."""
 
     def __init__(self, cost: CostGraph, memory_bytes: float | None, cutoff: float) -> None:
-        self.cost, self.memory_bytes, self.cutoff = cost, memory_bytes, cutoff
+        self.cost, self.cutoff = cost, cutoff
+        self.memory_bytes = None if memory_bytes == inf else memory_bytes
         self.seen: dict[tuple[int, ...], _VisitedAssignments] = {}
         self.best: _VisitedAssignments | None = None
         self.solves = self.largest_joint = 0
@@ -182,7 +183,8 @@ class _ExactSearch:
         components = np.array([item.components for item in items])
         unit = float(components[:, [EXPOSED, COMPUTE, TRAFFIC]].max()) or 1.0
         starts = (components[:, EXPOSED] + components[:, COMPUTE]) / unit
-        over = np.zeros(len(items)) if limit is None else components[:, BYTES] / limit - 1
+        scale = max(limit or 0.0, 1.0)
+        over = np.zeros(len(items)) if limit is None else (components[:, BYTES] - limit) / scale
         slopes = np.stack([(components[:, TRAFFIC] - components[:, COMPUTE]) / unit, over], axis=1)
         found = linprog(
             [-1, 0, 0],
@@ -194,7 +196,7 @@ class _ExactSearch:
         heights = starts + slopes @ at
         meeting = [items[i] for i in np.argsort(heights, kind="stable")[:3] if heights[i] <= heights.min() + 1e-6]
         meeting.sort(key=lambda item: float(item.components[TRAFFIC] - item.components[COMPUTE]))
-        per_byte = 0.0 if limit is None else float(at[1]) * unit / limit
+        per_byte = 0.0 if limit is None else float(at[1]) * unit / scale
         return float(heights.min()) * unit, _weights(float(at[0]), per_byte), meeting
 
     def least_memory(self) -> None:

@@ -174,7 +174,8 @@ def _at_least(price: float, answered: Sequence[PolicyResult]) -> float:
     only if it is above 1, and if enough policies were simulated. PRICE_CUTOFF allows for steps below their price.
     """
     simulated = [policy.ranking.best for policy in answered]
-    ratios = [best.step.seconds / best.candidate.additive_price for best in simulated if best.step is not None]
+    pairs = [(best.step, best.candidate.additive_price) for best in simulated]
+    ratios = [step.seconds / own for step, own in pairs if step is not None and own]
     return price / PRICE_CUTOFF * max(1.0, min(ratios) if len(ratios) >= MIN_POLICIES_FOR_RATIO else 1.0)
 
 

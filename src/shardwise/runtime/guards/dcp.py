@@ -236,7 +236,8 @@ def _cut(function: Callable[..., Any], full: dict[str, Any], local: dict[str, An
     ShardIndex().replaced(local, lambda tensor, record, place: shards.setdefault(place[1], record) and tensor)
     result = function(full, local, *args, **kwargs)
     for key, record in shards.items():
-        local[key] = record.cut(local.get(key))
+        if key in local:  # torch removes those that it misses
+            local[key] = record.cut(local[key])
     return result
 
 

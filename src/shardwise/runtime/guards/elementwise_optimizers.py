@@ -40,7 +40,7 @@ declared_matrixwise: WeakKeyDictionary[type[Optimizer], bool] = WeakKeyDictionar
 _declared: WeakSet[type[Optimizer]] = WeakSet()
 _trusted: WeakSet[type[Optimizer]] = WeakSet()  # classes found element-wise; looked up at every step
 _passed: WeakKeyDictionary[Optimizer, tuple[int, ...]] = WeakKeyDictionary()  # others without shards: parameters
-_replaced: WeakSet[Callable[..., Any]] = WeakSet()  # steps that wrap others
+_replaced: WeakKeyDictionary[Callable[..., Any], frozenset[Any]] = WeakKeyDictionary()  # step -> its wrappers
 _HOOKED = Optimizer.profile_hook_step(lambda: None).__code__  # the wrapper that torch puts around every step
 
 
@@ -127,9 +127,10 @@ def replace_step(kind: type[Optimizer], wrap: Callable[..., Any]) -> None:
     for owner in (kind, *_subclasses_with_step_of(kind)):
         hooked = _hooked_step(owner)
         cell = hooked.__closure__[hooked.__code__.co_freevars.index("func")]
-        if cell.cell_contents not in _replaced:
+        wrappers = _replaced.get(cell.cell_contents, frozenset())
+        if wrap not in wrappers:
             cell.cell_contents = bind_wrapper(cell.cell_contents, wrap)
-            _replaced.add(cell.cell_contents)
+            _replaced[cell.cell_contents] = wrappers | {wrap}
 
 
 def _hooked_step(kind: type[Optimizer]) -> Any:
