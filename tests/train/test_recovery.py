@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -320,34 +321,49 @@ def test_a_stage_that_hangs_is_named_by_what_the_others_wait_for(
 @pytest.mark.long
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize(
-    ("num_ranks", "kind", "num_kills", "how"),
-    [(8, "dp", 20, "SIGKILL"), (2, "zero", 40, "SIGKILL"), (3, "zero", 5, "SIGSTOP")],
+    ("num_ranks", "kind", "num_kills", "how", "num_steps"),
+    [
+        (8, "dp", 20, "SIGKILL", 400),
+        (2, "zero", 330, "SIGKILL", 6000),
+        (3, "dp", 150, "SIGKILL", 3000),
+        (3, "zero", 5, "SIGSTOP", 400),
+    ],
 )
 def test_many_losses_at_any_moment(
-    run_ranks: RunRanks, tmp_path: Path, num_ranks: int, kind: str, num_kills: int, how: str, keeps: bool
+    run_ranks: RunRanks,
+    tmp_path: Path,
+    num_ranks: int,
+    kind: str,
+    num_kills: int,
+    how: str,
+    num_steps: int,
+    keeps: bool,
 ) -> None:
-    """While it trains, saves, loads, begins, and recovers from the loss before."""
-    num_steps, rng = 400, random.Random(num_ranks)
+    """While it trains, saves, loads, begins, and recovers from the loss before: 1,000 kills in all."""
+    rng = random.Random(num_ranks)
     lost, whole = tmp_path / "lost", tmp_path / "whole"
     lost.mkdir()
     whole.mkdir()
-    run_ranks(uninterrupted, 1, str(whole), num_steps, kind)
+    run_ranks(uninterrupted, num_ranks, str(whole), num_steps, kind)
     start = (
-        "import sys; from shardwise.launch.launcher import ElasticConfig, launch;"
-        f"elastic = ElasticConfig(max_failures=1000, silent_seconds=5.0, keeps={keeps});"
+        "import sys; from shardwise.launch.launcher import launch;"
+        "from shardwise.launch.restart_policy import ElasticConfig;"
+        f"elastic = ElasticConfig(max_failures=100_000, silent_seconds=5.0, keeps={keeps});"
         f"sys.exit(launch(sys.argv[1:], {num_ranks}, elastic=elastic))"
     )
-    environment = {**os.environ, "STEP_SECONDS": "0.05", "PYTHONWARNINGS": "ignore"}
+    pace = "0.05" if num_steps <= 400 else "0.02"  # seconds: so that the last loss finds it training
+    environment = {**os.environ, "STEP_SECONDS": pace, "PYTHONWARNINGS": "ignore"}
     job = subprocess.Popen([sys.executable, "-c", start, SCRIPT, str(lost), str(num_steps), kind], env=environment)
     try:
         while not (lost / "losses").exists():
             assert job.poll() is None
             time.sleep(0.1)
         for _ in range(num_kills):
-            time.sleep(rng.uniform(0, 8))
+            time.sleep(rng.uniform(0, 2 + num_ranks))
             if found := ranks_of(job.pid):
-                os.kill(rng.choice(found), getattr(signal, how))
-        assert job.wait(timeout=600) == 0
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(rng.choice(found), getattr(signal, how))
+        assert job.wait(timeout=1200) == 0
     finally:
         job.kill()
     check_equal(lost, whole, num_steps)
