@@ -17,6 +17,7 @@ import shardwise as sw
 from emulated_gpu.cases import Case, batch, build, make_plan, small_models
 from launch.gloo_ranks import RunRanks
 from shardwise.runtime import host_copies, program_cache
+from shardwise.runtime.agree import gather_values
 from shardwise.runtime.generation import Generation, current
 from shardwise.train.peers import PeerCopy, Peers
 
@@ -78,7 +79,7 @@ def test_a_checkpoint_is_saved_beside_a_step_and_loaded(run_gpu_ranks: RunRanks,
 def wait_for_step(step: int, memory: Path, is_local: bool) -> None:
     """Return once every rank has noted a step in ``memory``, which needs no further step."""
     store, until = Peers(PeerCopy(memory), is_local=is_local), time.monotonic() + 60
-    while [state.step for state in store.whole_states()][:1] != [step]:
+    while gather_values([state.step for state in store.whole_states()])[0][:1] != [step]:  # rank 0 finds them
         assert time.monotonic() < until, f"step {step} is not noted"
 
 
