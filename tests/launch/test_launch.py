@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from launch.gloo_ranks import TRACES
 from launch.jobs import Job
 from raising import raises
 from shardwise.errors import LaunchError
@@ -26,6 +27,7 @@ def test_every_rank_finds_its_place_in_the_environment(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("SHARDWISE_CACHE")
+    monkeypatch.delenv(TRACES, raising=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     outcome = job("import json; json.dump(dict(os.environ), sys.stdout)", 3, settings=JobSettings(tmp_path / "logs"))
     assert outcome.exit_code == 0
