@@ -250,3 +250,15 @@ def test_a_note_that_cannot_be_deleted_stops_no_run(tmp_path: Path) -> None:
     with mock.patch.object(Path, "unlink", unlink_some):
         store.forget_after(4)
     assert sorted(path.parent.name for path in tmp_path.glob("*/*.note")) == ["0", "1"]
+
+
+def test_a_damaged_description_is_named_and_its_file_left_out(tmp_path: Path) -> None:
+    peers, kept = object.__new__(Peers), mock.Mock(step=3, number=0, slot=1)
+    peers.memory = tmp_path
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "shard.json").write_text("{")
+    with (
+        mock.patch.object(Peers, "_notes", return_value=[(0, 1, "shard", 3)]),
+        pytest.warns(PlanWarning, match=r"shard\.json describes is not taken from here: "),
+    ):
+        assert peers.parts(kept) == {}

@@ -418,9 +418,14 @@ class Peers:
         parts: dict[str, tuple[Covers, int, Manifest]] = {}
         for number, slot, file, step, *_ in self._notes():
             if (step, number, slot) == (kept.step, kept.number, kept.slot):
-                with contextlib.suppress(OSError, ShardwiseError):
-                    part = parse_manifest((self.memory / str(number) / f"{file}{_PART}").read_text())
-                    parts[file] = part.covers(), self.rank, part
+                path = self.memory / str(number) / f"{file}{_PART}"
+                try:
+                    part = parse_manifest(path.read_text())
+                except (OSError, ShardwiseError) as error:
+                    why = str(error).partition("\n")[0]
+                    warn_user(f"what {path} describes is not taken from here: {why}", PlanWarning)
+                    continue
+                parts[file] = part.covers(), self.rank, part
         return parts
 
     def forget_after(self, step: int) -> None:
