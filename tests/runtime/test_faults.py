@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import resource
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +124,46 @@ def test_ranks_that_wait_for_each_other_are_followed_to_the_one_that_is_nowhere(
     assert faults._who_is_missing(here, 0)[0] == []
     known[2] = here
     assert faults._who_is_missing(here, 0) == ([], ["all of them arrived"])
+
+
+def message(number: int, group: str, name: str = "all_reduce", retired: bool = False) -> dict[str, Any]:
+    """An entry of torch's flight recorder."""
+    return {
+        "record_id": number,
+        "process_group": (group, "undefined"),
+        "profiling_name": f"gloo:{name}",
+        "input_sizes": [[number]],
+        "input_dtypes": ["Float"],
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "state": "scheduled",
+        "retired": retired,
+    }
+
+
+@pytest.mark.parametrize(
+    ("entries", "shown"),
+    [
+        ([message(1, "pair"), message(2, "all", retired=True)], "all_reduce of Float [1]"),
+        ([message(1, "all", "all_gather"), message(2, "pair")], "all_reduce of Float [2]"),  # the first has ended
+        ([message(1, "pair"), message(2, "all", "all_gather")], "all_reduce of Float [1]"),
+        ([message(1, "pair", retired=True), message(2, "all", "all_gather")], "all_reduce of Float [1]"),
+        ([message(1, "pair"), message(2, "pair", retired=True)], "all_reduce of Float [2]"),
+        ([message(1, "others"), message(2, "all", retired=True)], "all_reduce of Float [1]"),  # of the user
+    ],
+)
+def test_the_recorded_message_is_one_between_the_ranks_that_wait(
+    entries: list[dict[str, Any]], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorder has messages as under way that ended long ago: the thread that says so may get no core."""
+    pair, everyone = object(), object()
+    world = SimpleNamespace(
+        pg_names={pair: "pair", everyone: "all"},
+        pg_group_ranks={pair: {1: 0, 3: 1}, everyone: {0: 0, 1: 1, 2: 2, 3: 3}},
+    )
+    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace", lambda: pickle.dumps({"entries": entries}))
+    assert faults.last_message((1, 3)).startswith(f"gloo:{shown}, number ")
 
 
 def test_a_store_that_has_gone_leaves_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

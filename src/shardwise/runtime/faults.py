@@ -11,6 +11,7 @@ import json
 import pickle
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -69,7 +70,7 @@ def exchange_failed(
         if late:
             fix = f"check what {names} did instead (shardwise run prints where), or raise the timeout of init_ranks"
     details = [*facts, *(("ranks", fact) for fact in known_of_others)]
-    if recorded := last_message():
+    if recorded := last_message(waiting.members):
         details.append(("recorded", f"{recorded} (torch's flight recorder, rank {rank})"))
     details.append(("error", text.split("\n", 1)[0]))
     what = f"{what} {'timed out' if late else 'failed, a connection was lost'}{who}"
@@ -144,9 +145,9 @@ def _key(rank: int) -> str:
     return f"shardwise/waiting-{rank}"
 
 
-def last_message() -> str:
-    """Describe the message under way in torch's flight recorder, which also has the user's own messages, else the last
-    one, which may have failed; "" if nothing is recorded (``TORCH_FR_BUFFER_SIZE=0``).
+def last_message(members: Collection[int]) -> str:
+    """Describe the message between ``members`` that torch's flight recorder has as under way, else their last, which
+    may have failed; the user's own messages count, too. "" if nothing is recorded (``TORCH_FR_BUFFER_SIZE=0``).
 
     Example: ``gloo:all_reduce of Float [3], number 17 of process group 0, called in train.py:40, under way``.
     """
@@ -154,9 +155,14 @@ def last_message() -> str:
     entries: list[dict[str, Any]] = pickle.loads(dump()).get("entries", []) if dump is not None else []
     if not entries:
         return ""
-    # What a later message of the same group follows has ended, though the recorder may not know it yet.
+    # The recorder learns late, under load much later, that a message has ended: what a later message of the same group
+    # follows has ended, and a message of other ranks is not what these wait for.
     latest = {entry["process_group"][0]: entry for entry in entries}
-    entry = next((recorded for recorded in latest.values() if _is_under_way(recorded)), entries[-1])
+    world = dist.distributed_c10d._world
+    groups = {world.pg_names[group] for group, ranks in world.pg_group_ranks.items() if set(ranks) == set(members)}
+    newest_first = sorted(latest.values(), key=lambda entry: entry["record_id"], reverse=True)
+    between = [entry for entry in newest_first if entry["process_group"][0] in groups] or newest_first
+    entry = next((recorded for recorded in between if _is_under_way(recorded)), between[0])
     pairs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     sizes = ", ".join(f"{dtype} {size}" for dtype, size in pairs) or "nothing"
     frames = (frame for frame in entry.get("frames", ()) if not frame["filename"].startswith(NOT_USER_CODE))
