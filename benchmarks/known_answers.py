@@ -10,8 +10,8 @@ process of its own, and takes minutes.
 Such a plan is not run as the published software ran it. What is compared with a published step of Megatron is therefore
 the same setting as ``published_prices`` prices it: whole layers are computed again (a plan leaves out the product at a
 layer's end and its all-reduce, which nothing reads), messages wait, gradients are added up in the dtype of that
-software. Nor has a plan DeepSeek's own schedule and exchange (``dual_pipe.py``). Of other software the plan's step is
-compared.
+software. Nor has a plan DeepSeek's own schedule and exchange (``dual_pipe.py``). Of other software, whose kernels are
+fused too, the plan's step is compared as it runs by default: compiled on CUDA. The eager one stands beside it.
 
 ``--data FILE`` (``published_runs.py``): predictions are multiplied by the factor of the case's hardware and software,
 where the file has four groups of its runs. It comes from every fourth of these groups, none of which is a case here.
@@ -63,6 +63,7 @@ from published_software import FLASH_1_ON_HOPPER, Software, attending
 import shardwise as sw
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
+from shardwise.plans.price_scope import default_seconds, figures
 from shardwise.plans.schedule import schedule_of
 
 SELENE = ("A100-80GB", "NVLink3; 8x HDR200 IB (Selene)")
@@ -334,12 +335,6 @@ def planned(case: Case, setting: Mapping[str, Any]) -> tuple[sw.Plan, float]:
     return plan, time.process_time() - start
 
 
-def seconds_of(plan: sw.Plan) -> float:
-    if plan.pipeline is not None:
-        return plan.pipeline.step_seconds
-    return plan.prediction.planned_seconds
-
-
 def in_dual_pipe(case: Case) -> float:
     """Return the seconds of a setting of experts in DualPipe, from the second of two layers."""
     setting = {name: value for name, value in case.setting.items() if name != "stages"} | {"recompute": "none"}
@@ -381,8 +376,8 @@ def run(name: str, only_published: bool, factor: float) -> str:
         what = (
             f"{len(plan.stages)} stages, {plan.schedule or 'none'}, {plan.stages[0].mesh}, {plan.micro_batches} passes"
         )
-        seconds = seconds_of(plan)
-        cells.append(f"{seconds:.2f} ({what})")
+        seconds = default_seconds(plan)
+        cells.append(f"{seconds:.2f}; eager {(figures(plan) or (0,))[0]:.2f} ({what})")
         if setting is case.setting:
             there = priced(case.row) if case.framework else in_dual_pipe(case) if case.reached else seconds
             cells += [f"{there:.2f}", f"{factor:.2f}: {factor * there / case.published - 1:+.0%}"]
