@@ -197,6 +197,19 @@ def test_prices_count_the_views_that_a_program_keeps(recompute: How, rows: int) 
     assert 0.7 * found.peak_bytes < found.num_bytes <= found.peak_bytes
 
 
+@pytest.mark.parametrize("recompute", ["none", "cheap", "full"])
+def test_prices_count_what_recomputation_begins_from_and_no_memory_twice(recompute: How) -> None:
+    """Backward reads no sum of a residual stream, but norms are recomputed from it. Attention keeps its result, which
+    the next product keeps too. Without parameters to speak of, bytes of prices are those of the program."""
+    with torch.device("meta"):
+        module = Stack(*(Layer(256) for _ in range(12))).to(torch.bfloat16)
+        x = torch.empty(8, 4096, 256, dtype=torch.bfloat16)
+    settings = {"recompute": recompute, "mesh": sw.Mesh(dp=8), "search": "dynamic_programming"}
+    found = sw.plan(module, (x,), "h100-1x8", **settings)
+    peak = found.prediction.peak_bytes
+    assert 0.7 * peak < found.prediction.num_bytes <= peak
+
+
 def policy_result(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory.PolicyResult:
     """A policy whose plan that fits has this price, twice that of its cheapest."""
     found = fit_memory.PolicyResult(

@@ -76,6 +76,7 @@ class Tables:
         self.cost = CostGraph(domains)
         self.consumers = domains.consumers
         self.parameter = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
+        self._held: set[str] = set()  # results that their operators keep for their own backward, and views of these
         self._factors: list[_CostTable] = []
         self._numbers: dict[Hashable, int] = {}
         self._longest: dict[Hashable, float] = {}
@@ -175,6 +176,7 @@ class Tables:
             return False
         home, nodes = self.cost.home[name]
         self.cost.folded.append(FoldedView(op.name, home, nodes))
+        self._held.update(op.results if name in self._held else ())
         codes = renamed[domains.routes(name).codes[nodes]]
         self._arrive(op.results[0], home, domains.routes(op.results[0]).node(codes), traffic=False)
         return True
@@ -196,6 +198,7 @@ class Tables:
         self._factor((variable,), ("operator", id(domain)), table, how_of, partial(self._worked_on, op, domain))
         for name in dict.fromkeys(name for name in op.operands if name in self.cost.home):
             self._edge(name, op, variable, domain)
+        self._held.update(op.results[i] for i in domain.holds)
         for i, name in enumerate(op.results):
             nodes = domain.results[i]
             assert nodes is not None, f"{op.name}: {name} has no layouts"
@@ -220,9 +223,10 @@ class Tables:
         def how_of(policy: PricedPolicy) -> How:
             is_local = name in policy.local
             dropped = not is_local and self._is_dropped(name, policy)
-            only_copies = is_local or (traffic and value.stored is None)
+            only_copies = is_local or name in self._held or (traffic and value.stored is None)
             resent = bool(consumers) and not traffic and policy.resent.issuperset(consumers)
-            return bool(consumers) and not dropped, dropped, only_copies, resent, policy.operators.isdisjoint(consumers)
+            kept = (bool(consumers) or name in policy.inputs) and not dropped
+            return kept, dropped, only_copies, resent, policy.operators.isdisjoint(consumers)
 
         static = "share", id(routes), starts.tobytes(), nodes.tobytes(), traffic, value.kept_dtype if traffic else None
         window = self._window(name, static, lambda: routes.prices(nodes)[starts]) if traffic else inf
@@ -270,7 +274,9 @@ class Tables:
             is_local = name in policy.local
             dropped = not is_local and self._is_dropped(name, policy)
             resent = not traffic and op.name in policy.resent
-            return is_made and not is_local, dropped, resent, op.name not in policy.operators
+            beside = op.name not in policy.operators
+            counts = is_made and not is_local and name not in self._held
+            return counts, dropped, resent, beside, name in policy.inputs and not beside
 
         static = "edge", id(routes), starts.tobytes(), id(domain), positions, traffic, is_made, dtype
 
@@ -284,13 +290,13 @@ class Tables:
         window = self._window(name, static, taken) if traffic else inf
 
         def table(policy: PricedPolicy, how: How) -> Components:
-            computed, dropped, resent, beside = how
+            computed, dropped, resent, beside, is_read = how
             kept_bytes, repeated = np.zeros((2, len(starts), len(domain)))
             often = _ConversionCount(policy.in_flight, 1.0, 1.0, None)
             for position, nodes, fresh in _fresh_nodes(positions, domain):
                 more = self._often(name, starts, nodes, policy, traffic=traffic, is_once=is_once)
                 often = more._replace(times=np.maximum(often.times, more.times))
-                if position in domain.keeps:
+                if position in domain.keeps or is_read:
                     # Where it is computed the value itself, or the parameter's cast, is kept, once.
                     numel, again = kept_elements(routes, starts, nodes, is_held=dropped or not computed, resent=resent)
                     kept_bytes += numel * (0 if dropped else routes.tensor.itemsize) * fresh[None, :]
