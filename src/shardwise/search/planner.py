@@ -214,13 +214,19 @@ class Planner:
         return {}
 
     def _priced(self, mesh: Mesh) -> CostGraph:
-        tables = self.graph_cache.get("tables", mesh, lambda: self._tables(mesh))
-        return tables.priced(self._priced_policy)
+        return self.tables(mesh).priced(self._priced_policy)
 
     @cached_property
     def _priced_policy(self) -> PricedPolicy:
-        values = self.graph_cache.get("values", None, lambda: GraphValues(self.graph))
-        return self.settings.memory_policy.priced(values, self.settings.in_flight)
+        return self.settings.memory_policy.priced(self.values, self.settings.in_flight)
+
+    @property
+    def values(self) -> GraphValues:
+        return self.graph_cache.get("values", None, lambda: GraphValues(self.graph))
+
+    def tables(self, mesh: Mesh) -> Tables:
+        """Return the cost graphs on a mesh under all memory policies."""
+        return self.graph_cache.get("tables", mesh, lambda: self._tables(mesh))
 
     def _tables(self, mesh: Mesh) -> Tables:
         fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
