@@ -103,22 +103,28 @@ def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> Sta
         fits = [planner.limit, *(result.best.candidate.num_bytes for _, result in eased)]
         fits += [policy.ranking.best.candidate.num_bytes for policy in fitting]
         with suppress(*STOPPED):
-            bound = max(bound, _least_of_mixtures(policies, max(fits)))
+            bound = max(bound, _least_of_mixtures(policies, ranking.search, best.memory_policy.reshard_mode, max(fits)))
     return best.with_bound(min(best.prediction.additive_price, bound))
 
 
-def _least_of_mixtures(policies: Sequence[PolicyResult], memory_bytes: float) -> float:
+def _least_of_mixtures(
+    policies: Sequence[PolicyResult], search: MeshSearch, reshard_mode: ReshardMode, memory_bytes: float
+) -> float:
     """Return a bound of the additive price of all plans that stay on the device, within some additive bytes: whatever
-    policy each of their blocks has."""
+    policy each of their blocks has. ``search``, ``reshard_mode``: of the best plan, where the bound is likely least."""
     groups: dict[ReshardMode, list[PolicyResult]] = {}
     for policy in policies:
         if not policy.memory_policy.moves_to_host:
             groups.setdefault(policy.memory_policy.reshard_mode, []).append(policy)
-    places = [(own[0].bounds[mesh], own, mesh) for own in groups.values() for mesh in own[0].bounds]
+    places = [
+        (own[0].bounds[mesh], (mode != reshard_mode) + (mesh != search.mesh), own, mesh)
+        for mode, own in groups.items()
+        for mesh in own[0].bounds
+    ]
     least = inf
-    for without_limit, own, mesh in sorted(places, key=itemgetter(0)):
+    for without_limit, _, own, mesh in sorted(places, key=itemgetter(1)):
         if without_limit >= least:
-            break
+            continue
         planners = [policy.planner for policy in own]
         least = min(least, max(without_limit, least_of_mixtures(planners, mesh, memory_bytes, least)))
     return least if least < inf else 0.0
