@@ -345,7 +345,7 @@ class Planning:
         whole = graph if batches is None or request.example_samples == batches.step else self.call.graph(batches.step)
         best, tried, _ = best_micro_batch(
             self.call, whole, batches, partial(self._plan_passes, config), staged=False,
-            to_host=memory_policy.moves_to_host,
+            to_host=memory_policy.moves_to_host or not self.exact_refusal,  # a variant's first size that fits will do
         )  # fmt: skip
         if memory_policy.moves_to_host and not any(entry.offloaded for entry in best.plan.operators):
             warn_user(

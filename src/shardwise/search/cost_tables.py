@@ -41,10 +41,11 @@ from shardwise.search.memory_policy import PricedPolicy
 How = tuple[bool, ...]
 
 
-class _CostTable(NamedTuple):
+class CostTable(NamedTuple):
     """A table of the cost graphs. ``number``: of its content, the same for equal ones; ``how``: the part of the memory
     policy that decides it; ``table``: computes it from that and the policy, of which it may read what is the same for
-    all tables (when parameters are gathered only if ``traffic``); ``transient``: as in ``CostGraph``."""
+    all tables (when parameters are gathered only if ``traffic``); ``transient``: as in ``CostGraph``; ``operators``:
+    those whose recomputation ``how`` looks at."""
 
     scope: Scope
     number: int
@@ -52,6 +53,7 @@ class _CostTable(NamedTuple):
     table: Callable[[PricedPolicy, How], Components]
     transient: Callable[[], Floats] | None
     traffic: bool
+    operators: tuple[str, ...]
 
 
 class _ConversionCount(NamedTuple):
@@ -76,7 +78,8 @@ class Tables:
         self.cost = CostGraph(domains)
         self.consumers = domains.consumers
         self.parameter = {s.value: s for s in self.graph.sources if s.kind == "parameter"}
-        self._factors: list[_CostTable] = []
+        self._held: set[str] = set()  # results that their operators keep for their own backward, and views of these
+        self.factors: list[CostTable] = []
         self._numbers: dict[Hashable, int] = {}
         self._longest: dict[Hashable, float] = {}
         self._made: dict[Hashable, Components] = {}
@@ -98,19 +101,23 @@ class Tables:
         """Return the cost graph under a policy."""
         cost = replace(self.cost, factors=[], kinds=[], transients={})
         kinds: dict[tuple[int, How], int] = {}
-        for scope, number, how_of, table, transient, traffic in self._factors:
-            key = number, how_of(policy)
+        for factor in self.factors:
+            key = factor.number, factor.how(policy)
             kind = kinds.get(key)
             if kind is None:
                 kind = kinds[key] = len(cost.kinds)
-                for_all = key, policy.reshard_mode if traffic else "", policy.in_flight
-                if for_all not in self._made:
-                    self._made[for_all] = self._interned(table(policy, key[1]))
-                cost.kinds.append(self._made[for_all])
-                if transient is not None:
-                    cost.transients[kind] = transient
-            cost.factors.append((scope, kind))
+                cost.kinds.append(self.components_of(factor, policy, key[1]))
+                if factor.transient is not None:
+                    cost.transients[kind] = factor.transient
+            cost.factors.append((factor.scope, kind))
         return cost
+
+    def components_of(self, factor: CostTable, policy: PricedPolicy, how: How) -> Components:
+        """Return the components of a table under a policy, of which ``how`` is the part that decides it."""
+        key = (factor.number, how), policy.reshard_mode if factor.traffic else "", policy.in_flight
+        if key not in self._made:
+            self._made[key] = self._interned(factor.table(policy, how))
+        return self._made[key]
 
     def _interned(self, components: Components) -> Components:
         """Return the components that were made first of all that are equal: cost graphs tell tables by identity."""
@@ -175,6 +182,7 @@ class Tables:
             return False
         home, nodes = self.cost.home[name]
         self.cost.folded.append(FoldedView(op.name, home, nodes))
+        self._held.update(op.results if name in self._held else ())
         codes = renamed[domains.routes(name).codes[nodes]]
         self._arrive(op.results[0], home, domains.routes(op.results[0]).node(codes), traffic=False)
         return True
@@ -193,9 +201,11 @@ class Tables:
             compute = domain.compute + domain.forward if again else domain.compute
             return domain.exposed, compute, None, None if again or waits else domain.kept * policy.in_flight
 
-        self._factor((variable,), ("operator", id(domain)), table, how_of, partial(self._worked_on, op, domain))
+        transient = partial(self._worked_on, op, domain)
+        self._factor((variable,), ("operator", id(domain)), table, how_of, transient, operators=(op.name,))
         for name in dict.fromkeys(name for name in op.operands if name in self.cost.home):
             self._edge(name, op, variable, domain)
+        self._held.update(op.results[i] for i in domain.holds)
         for i, name in enumerate(op.results):
             nodes = domain.results[i]
             assert nodes is not None, f"{op.name}: {name} has no layouts"
@@ -220,9 +230,10 @@ class Tables:
         def how_of(policy: PricedPolicy) -> How:
             is_local = name in policy.local
             dropped = not is_local and self._is_dropped(name, policy)
-            only_copies = is_local or (traffic and value.stored is None)
+            only_copies = is_local or name in self._held or (traffic and value.stored is None)
             resent = bool(consumers) and not traffic and policy.resent.issuperset(consumers)
-            return bool(consumers) and not dropped, dropped, only_copies, resent, policy.operators.isdisjoint(consumers)
+            kept = (bool(consumers) or name in policy.inputs) and not dropped
+            return kept, dropped, only_copies, resent, policy.operators.isdisjoint(consumers)
 
         static = "share", id(routes), starts.tobytes(), nodes.tobytes(), traffic, value.kept_dtype if traffic else None
         window = self._window(name, static, lambda: routes.prices(nodes)[starts]) if traffic else inf
@@ -238,8 +249,13 @@ class Tables:
             return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, again, beside)
 
         transient = partial(bytes_sent, routes, starts, nodes)
-        self._factor((maker, variable), (*static, window), table, how_of, transient, traffic=traffic)
+        decides = (*self._maker(name), *(op.name for op in self.consumers[name]))
+        self._factor((maker, variable), (*static, window), table, how_of, transient, traffic=traffic, operators=decides)
         self.cost.home[name] = variable, nodes
+
+    def _maker(self, name: str) -> tuple[str, ...]:
+        maker = self.graph.producer.get(name)
+        return () if maker is None else (maker.name,)
 
     def _is_dropped(self, name: str, policy: PricedPolicy) -> bool:
         return name in policy.dropped or (policy.reshard_mode == "again" and name in self.parameter)
@@ -270,7 +286,9 @@ class Tables:
             is_local = name in policy.local
             dropped = not is_local and self._is_dropped(name, policy)
             resent = not traffic and op.name in policy.resent
-            return is_made and not is_local, dropped, resent, op.name not in policy.operators
+            beside = op.name not in policy.operators
+            counts = is_made and not is_local and name not in self._held
+            return counts, dropped, resent, beside, name in policy.inputs and not beside
 
         static = "edge", id(routes), starts.tobytes(), id(domain), positions, traffic, is_made, dtype
 
@@ -284,13 +302,13 @@ class Tables:
         window = self._window(name, static, taken) if traffic else inf
 
         def table(policy: PricedPolicy, how: How) -> Components:
-            computed, dropped, resent, beside = how
+            computed, dropped, resent, beside, is_read = how
             kept_bytes, repeated = np.zeros((2, len(starts), len(domain)))
             often = _ConversionCount(policy.in_flight, 1.0, 1.0, None)
             for position, nodes, fresh in _fresh_nodes(positions, domain):
                 more = self._often(name, starts, nodes, policy, traffic=traffic, is_once=is_once)
                 often = more._replace(times=np.maximum(often.times, more.times))
-                if position in domain.keeps:
+                if position in domain.keeps or is_read:
                     # Where it is computed the value itself, or the parameter's cast, is kept, once.
                     numel, again = kept_elements(routes, starts, nodes, is_held=dropped or not computed, resent=resent)
                     kept_bytes += numel * (0 if dropped else routes.tensor.itemsize) * fresh[None, :]
@@ -303,7 +321,8 @@ class Tables:
             most: Floats = np.max(tables, axis=0)
             return most
 
-        self._factor((home, variable), (*static, window), table, how_of, transient, traffic=traffic)
+        decides = (*self._maker(name), op.name)
+        self._factor((home, variable), (*static, window), table, how_of, transient, traffic=traffic, operators=decides)
 
     def _worked_on(self, op: Op, domain: Domain) -> Floats:
         """Return [strategies] bytes of an operator's backward: the cotangents of its results and of its operands."""
@@ -416,10 +435,11 @@ class Tables:
         transient: Callable[[], Floats] | None = None,
         *,
         traffic: bool = False,
+        operators: tuple[str, ...] = (),
     ) -> None:
         assert list(scope) == sorted(scope), "scopes ascend: makers come before consumers"
         number = self._numbers.setdefault(static, len(self._numbers))
-        self._factors.append(_CostTable(scope, number, how, table, transient, traffic))
+        self.factors.append(CostTable(scope, number, how, table, transient, traffic, operators))
 
 
 def _fresh_nodes(positions: Iterable[int], domain: Domain) -> Iterator[tuple[int, Ints, Floats]]:

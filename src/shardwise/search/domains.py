@@ -56,7 +56,7 @@ class Domain:
     ``operands``, ``results``: per tensor and strategy its node in the value's ``Routes`` (operands that carry no
     gradient and depend on no parameter: None). ``compute``: seconds of the operator; ``exposed``: of collectives that
     are part of it; ``kept``: bytes kept for backward besides operands; ``keeps``: operands that are kept; ``forward``:
-    the part of ``compute`` that is recomputed if nothing is kept."""
+    the part of ``compute`` that is recomputed if nothing is kept; ``holds``: results that are kept."""
 
     axes: Axes
     choices: tuple[tuple[AxisChoice, ...], ...]
@@ -67,6 +67,7 @@ class Domain:
     kept: Floats
     keeps: frozenset[int]
     forward: Floats
+    holds: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.choices)
@@ -471,6 +472,7 @@ class Domains:
             kept,
             frozenset(saved.operands),
             forward,
+            frozenset(saved.results),
         )
         return domain if alive.all() else domain.only(np.flatnonzero(alive))
 

@@ -10,7 +10,7 @@ is the difference between the best choice found and the best bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from math import inf
@@ -91,13 +91,17 @@ def search(cost: CostGraph, memory_bytes: float | None = None, cutoff: float = i
     )
 
 
-def least_step(cost: CostGraph, cutoff: float = inf) -> float:
-    """Return a bound of the step of all assignments, whatever their memory: that of ``search``, without looking for
-    better assignments. ``cutoff``: a bound above it need not be tight."""
-    run = _ExactSearch(cost, None, cutoff)
+def least_step(
+    cost: CostGraph, cutoff: float = inf, memory_bytes: float | None = None, known: Iterable[Sequence[int]] = ()
+) -> float:
+    """Return a bound of the step of all assignments whose bytes are within ``memory_bytes``: that of ``search``,
+    without looking for better assignments. ``cutoff``: a bound above it need not be tight; ``known``: assignments near
+    which the bound may be. Raises DoesNotFit."""
+    run = _ExactSearch(cost, memory_bytes, cutoff)
+    for assignment in known:
+        run.add(list(assignment))
     bound = run.bounded()
-    assert run.best is not None, "without a limit every assignment fits"
-    return max(0.0, min(bound, run.best.seconds))
+    return max(0.0, bound if run.best is None else min(bound, run.best.seconds))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +161,7 @@ class _ExactSearch:
         these planes over the assignments seen. Its highest point is where the next solve is, until the solve reaches
         it. Where all traffic hides behind compute, or all compute behind traffic, the first or second settles it.
         """
-        bound, weights = 0.0, _weights(0.0, 0.0)
+        bound, weights = 0.0, self._highest()[1] if self.seen else _weights(0.0, 0.0)
         for _ in range(MAX_SOLVES):
             item = self.solved(weights)
             # Bytes without a price only break ties, so their weight is no part of the bound.

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, prod
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -140,11 +141,12 @@ OWN = -1  # the place of the variable itself
 @dataclass
 class _Class:
     """Variables whose tables are the same, in the same places: the elimination of one gives that of the others.
-    ``joint``: combinations of the joint table."""
+    ``joint``: combinations of the joint table; ``rank``: its ``work`` when the members last changed."""
 
     step: _Least
     joint: int
     members: dict[int, None] = field(default_factory=dict)
+    rank: tuple[float, int] = (0.0, 0)
 
     @property
     def is_narrow(self) -> bool:
@@ -232,6 +234,7 @@ class Elimination:
     def _eliminate_all(self) -> None:
         classes: dict[_Least, _Class] = {}
         class_of: dict[int, tuple[_Class, Scope]] = {}
+        changed: dict[int, _Class] = {}  # by identity
 
         def sign(variable: int) -> None:
             step, neighbours = self._signed(variable)
@@ -239,16 +242,22 @@ class Elimination:
             if group is None:
                 group = classes[step] = _Class(step, prod(step.shape) * step.size)
             group.members[variable] = None
+            changed[id(group)] = group
             class_of[variable] = group, neighbours
 
         for variable in range(len(self.sizes)):
             if variable != self.last:
                 sign(variable)
         while class_of:
-            allowed = [group for group in classes.values() if not self.narrow or group.is_narrow]
+            for group in changed.values():
+                if group.members:
+                    group.rank = group.work(shared=self.shares)
+            changed.clear()
+            allowed = [group for group in classes.values() if group.is_narrow] if self.narrow else [*classes.values()]
             if not allowed or (self.narrow and self.num_bytes > MAX_ELIMINATION_BYTES // 2):
                 break
-            best = min(allowed, key=lambda group: group.work(shared=self.shares))
+            best = min(allowed, key=attrgetter("rank"))
+            changed[id(best)] = best
             if best.joint > self.largest:
                 variable = next(iter(best.members))
                 self.widest, self.largest = (variable, *class_of[variable][1]), best.joint
@@ -264,6 +273,7 @@ class Elimination:
             for variable in sorted(dirty & class_of.keys()):
                 group, _ = class_of[variable]
                 del group.members[variable]
+                changed[id(group)] = group
                 if not group.members:
                     del classes[group.step]
                 sign(variable)

@@ -11,21 +11,25 @@ bytes fit. Additive bytes are those that tables sum (``search.cost_graph``), wit
    below the fastest simulated step that fits. Skip a policy that recomputes more than one that fits, at no lower price.
 4. Ease every policy that fits: recompute fewer of the last blocks, as far as the limit allows. Take the fastest.
 
-The bound of the resulting plan holds for all policies. It comes from plans that recompute nothing and have no limit.
+The bound of the resulting plan holds for all policies, and for plans whose blocks have different ones
+(``search.mixed_policies``). That of a plan that copies values to the host is the one without a limit: additive prices
+have no copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import inf
+from operator import itemgetter
 
 from shardwise.errors import PlanError
 from shardwise.graph.segments import Segment
 from shardwise.layouts.mesh import Mesh
-from shardwise.progress import STOPPED, stop_with
+from shardwise.progress import STOPPED, has_stopped, stop_with
 from shardwise.search.auto import MeshSearch
 from shardwise.search.candidates import CandidateRanking
 from shardwise.search.constants import (
@@ -38,6 +42,7 @@ from shardwise.search.constants import (
 )
 from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.memory_policy import MEMORY_POLICIES, REPEATS, MemoryPolicy, ReshardMode, blocks_of
+from shardwise.search.mixed_policies import least_of_mixtures
 from shardwise.search.planner import Planner, StagePlan
 from shardwise.search.stored_program import SearchConfig
 
@@ -93,7 +98,36 @@ def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> Sta
     if len(policies) == 1:
         return best
     assert best.prediction is not None, "it was chosen by price"
-    return best.with_bound(min(best.prediction.bound, bound))
+    is_stage = planner.graph.cotangents or planner.choosing.received  # of several: their bounds are not asked for
+    if not (is_stage or best.memory_policy.moves_to_host or _seconds(ranking) > cutoff or has_stopped()):
+        fits = [planner.limit, *(result.best.candidate.num_bytes for _, result in eased)]
+        fits += [policy.ranking.best.candidate.num_bytes for policy in fitting]
+        with suppress(*STOPPED):
+            bound = max(bound, _least_of_mixtures(policies, ranking.search, best.memory_policy.reshard_mode, max(fits)))
+    return best.with_bound(min(best.prediction.additive_price, bound))
+
+
+def _least_of_mixtures(
+    policies: Sequence[PolicyResult], search: MeshSearch, reshard_mode: ReshardMode, memory_bytes: float
+) -> float:
+    """Return a bound of the additive price of all plans that stay on the device, within some additive bytes: whatever
+    policy each of their blocks has. ``search``, ``reshard_mode``: of the best plan, where the bound is likely least."""
+    groups: dict[ReshardMode, list[PolicyResult]] = {}
+    for policy in policies:
+        if not policy.memory_policy.moves_to_host:
+            groups.setdefault(policy.memory_policy.reshard_mode, []).append(policy)
+    places = [
+        (own[0].bounds[mesh], (mode != reshard_mode) + (mesh != search.mesh), own, mesh)
+        for mode, own in groups.items()
+        for mesh in own[0].bounds
+    ]
+    least = inf
+    for without_limit, _, own, mesh in sorted(places, key=itemgetter(1)):
+        if without_limit >= least:
+            continue
+        planners = [policy.planner for policy in own]
+        least = min(least, max(without_limit, least_of_mixtures(planners, mesh, memory_bytes, least)))
+    return least if least < inf else 0.0
 
 
 def _settle(

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import inf
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
+import torch
+
 from shardwise.costs.flops import FLOPS
 from shardwise.costs.kernels import is_view
+from shardwise.costs.saved_for_backward import saved_for_backward
 from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Graph, Op, refs
 from shardwise.graph.segments import How, Segment, block_of
@@ -72,6 +75,7 @@ class PricedPolicy:
         dropped: The results of ``operators`` and ``offloaded``.
         local: Those of them that are recomputed without repeating messages (``recompute="cheap"``). A copy in another
             layout, which a message delivered, is kept and counts.
+        inputs: Values that recomputation begins from. They are kept although no operator's backward may read them.
         in_flight: Micro-batches whose values are kept for backward at once.
     """
 
@@ -81,6 +85,7 @@ class PricedPolicy:
     resent: frozenset[str] = frozenset()
     dropped: frozenset[str] = frozenset()
     local: frozenset[str] = frozenset()
+    inputs: frozenset[str] = frozenset()
     in_flight: int = 1
 
 
@@ -156,30 +161,26 @@ class MemoryPolicy:
             raise ShardwiseError(what, fix="name the parts: sw.recompute(model.encoder)")
         return replace(empty, segments=(*segments, *(block for block in blocks if block.operators)))
 
-    def priced(self, graph: Graph, in_flight: int = 1) -> PricedPolicy:
-        """Return the recomputation that the search prices: all inner values of full segments, all but products and
-        their views of cheap ones. The program decides what is actually recomputed."""
+    def priced(self, values: GraphValues, in_flight: int = 1) -> PricedPolicy:
+        """Return the recomputation that the search prices: by the same rules as that of a program, but by the bytes of
+        whole values, and without messages, which only a program has."""
         operators: set[str] = set()
         local: set[str] = set()
         resent: set[str] = set()
-        products = _with_views(graph, [op.name for op in graph.ops if op.target in FLOPS], ())
-        parameters = [source.value for source in graph.sources if source.kind == "parameter"]
-        of_parameters = _with_views(graph, (), parameters)  # views of parameters live as long as these
+        inputs: set[str] = set()
+        graph, of_parameters = values.graph, values.of_parameters
         waiting = {name for block in blocks_of(graph) for name in block.operators} if self.offloads else set[str]()
         for segment in self.segments:
             if segment.how == "offload":
                 waiting |= segment.operators
-            elif segment.how in ("full", "all"):
-                stays = _leaving(graph, segment.operators) if segment.how == "full" else set()
-                operators |= segment.operators - stays
-            elif segment.how in CUTS:
-                work = REPEATS[segment.how].work
-                if "kernels" in work:
-                    light = segment.operators - _leaving(graph, segment.operators) - products
-                    operators |= light
-                    local |= set() if "messages" in work else light
-                if "messages" in work:
-                    resent |= segment.operators
+            elif segment.how not in ("none", "gathers"):
+                repeated, read = values.recomputed(segment)
+                operators |= repeated
+                inputs |= read
+                if segment.how == "cheap":
+                    local |= repeated
+            if segment.how in CUTS and "messages" in REPEATS[segment.how].work:
+                resent |= segment.operators
         operators = operators | of_parameters if self.reshard_mode == "again" else operators - of_parameters
         local -= of_parameters
 
@@ -188,7 +189,7 @@ class MemoryPolicy:
 
         return PricedPolicy(
             frozenset(operators), self.reshard_mode, frozenset(waiting - operators), frozenset(resent),
-            results(operators | waiting), results(local - waiting), in_flight,
+            results(operators | waiting), results(local - waiting), frozenset(inputs), in_flight,
         )  # fmt: skip
 
 
@@ -289,16 +290,6 @@ def with_memory_policy(kept: RankProgram, graph: Graph, memory_policy: MemoryPol
     return replace(program, spmd=replace(spmd, lifetimes=lifetimes))
 
 
-def _with_views(graph: Graph, operators: Iterable[str], values: Iterable[str]) -> set[str]:
-    """Return operators, and those whose results are views of theirs or of ``values``."""
-    found, memory = set(operators), set(values)
-    for op in graph.ops:
-        if op.name in found or (is_view(op.target) and memory.intersection(op.operands)):
-            found.add(op.name)
-            memory.update(op.results)
-    return found
-
-
 def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:
     """Return the operators of a segment whose results are read outside of it in forward."""
     delivered = {*refs(graph.outputs), *(value for _, value in graph.mutations)}
@@ -310,6 +301,98 @@ def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:
 
 
 # -- cuts --------------------------------------------------------------------------------------------------------------
+
+
+class GraphValues:
+    """The values of a graph, as recomputation sees them. ``root``: the value that first had a value's memory;
+    ``wanted``: the memories that backward reads; ``fixed``: operators that are never repeated; ``of_parameters``: views
+    of parameters, which live as long as these."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.root = {name: name for name in graph.source_of}
+        self.wanted: set[str] = set()
+        self.fixed: set[str] = set()
+        self.views: set[str] = set()
+        self._position = {op.name: number for number, op in enumerate(graph.ops)}
+        self._recomputed: dict[tuple[How, frozenset[str]], tuple[frozenset[str], frozenset[str]]] = {}
+        changed = {buffer for buffer, _ in graph.mutations}
+        for op in graph.ops:
+            operands = [graph.by_name[name] for name in op.operands]
+            is_cast = any(graph.by_name[name].dtype != operands[0].dtype for name in op.results if operands)
+            if operands and is_view(op.target) and not is_cast:
+                self.views.add(op.name)
+                self.root.update(dict.fromkeys(op.results, self.root[op.operands[0]]))
+                continue
+            self.root.update((name, name) for name in op.results)
+            saved = saved_for_backward(op, operands)
+            self.wanted.update(self.root[op.operands[i]] for i in saved.operands)
+            self.wanted.update(op.results[i] for i in saved.results)
+            draws = torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
+            if draws or changed.intersection(op.operands):
+                self.fixed.add(op.name)
+
+    @cached_property
+    def of_parameters(self) -> frozenset[str]:
+        found: set[str] = set()
+        memory = {source.value for source in self.graph.sources if source.kind == "parameter"}
+        for op in self.graph.ops:
+            if is_view(op.target) and memory.intersection(op.operands):
+                found.add(op.name)
+                memory.update(op.results)
+        return frozenset(found)
+
+    def recomputed(self, segment: Segment) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the operators of a segment that are recomputed, with their views, and what they read that is kept."""
+        how: How = "cheap" if segment.how in CUTS else segment.how
+        key = how, segment.operators
+        if key not in self._recomputed:
+            self._recomputed[key] = self._recomputed_as(how, segment.operators)
+        return self._recomputed[key]
+
+    def _recomputed_as(self, how: How, inside: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+        by_name = self.graph.op_by_name
+        ops = [by_name[name] for name in sorted(inside, key=self._position.__getitem__)]
+        works = [op for op in ops if op.name not in self.views]
+        if how == "cheap":
+            again = self._least(works)
+        else:
+            stays = _leaving(self.graph, inside) if how == "full" else set[str]()
+            again = self._all([op for op in works if op.name not in stays | self.fixed])
+        operators = frozenset(op.name for op in ops if all(self.root[name] in again for name in op.results))
+        read = (name for op in works if op.name in operators for name in op.operands)
+        return operators, frozenset(name for name in read if self.root[name] not in again)
+
+    def _all(self, ops: Sequence[Op]) -> set[str]:
+        """Return the memories to recompute if all of some operators may be repeated: those that backward reads, and
+        those from which they are made."""
+        again: set[str] = set()
+        read = set(self.wanted)
+        for op in reversed(ops):
+            if not read.isdisjoint(op.results):
+                again.update(op.results)
+                read.update(self.root[name] for name in op.operands)
+        return again
+
+    def _least(self, ops: Sequence[Op]) -> set[str]:
+        """Return the memories to recompute, without products, so that the fewest bytes are kept."""
+        value = self.graph.by_name
+        prices: dict[str, float] = {}
+        reads: dict[tuple[str, str], None] = {}
+        for op in ops:
+            before = [read for name in op.operands if (read := self.root[name]) in prices]
+            for name in op.results:
+                prices[name] = inf if op.target in FLOPS or op.name in self.fixed else 0
+                reads |= {(read, name): None for read in before}
+        if self.wanted.isdisjoint(prices):
+            return set()
+        number = {memory: i for i, memory in enumerate(prices)}
+        nodes = tuple(
+            (value[memory].numel * value[memory].dtype.itemsize, price, memory in self.wanted)
+            for memory, price in prices.items()
+        )
+        begun, _ = _minimum_cut(nodes, tuple((number[read], number[memory]) for read, memory in reads))
+        return {memory for memory, i in number.items() if i not in begun}
 
 
 class _MinimumCuts:

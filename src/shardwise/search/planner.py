@@ -68,7 +68,7 @@ from shardwise.search.cost_tables import Tables
 from shardwise.search.decide import apply_layouts
 from shardwise.search.domains import Domains, SearchSpace
 from shardwise.search.dynamic_programming import DoesNotFit, least_step
-from shardwise.search.memory_policy import MemoryPolicy, PricedPolicy
+from shardwise.search.memory_policy import GraphValues, MemoryPolicy, PricedPolicy
 from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.stored_program import SearchConfig, build_program, build_stored_program
 from shardwise.search.user_choices import annotated_rules, fixed_choices
@@ -214,12 +214,19 @@ class Planner:
         return {}
 
     def _priced(self, mesh: Mesh) -> CostGraph:
-        tables = self.graph_cache.get("tables", mesh, lambda: self._tables(mesh))
-        return tables.priced(self._priced_policy)
+        return self.tables(mesh).priced(self._priced_policy)
 
     @cached_property
     def _priced_policy(self) -> PricedPolicy:
-        return self.settings.memory_policy.priced(self.graph, self.settings.in_flight)
+        return self.settings.memory_policy.priced(self.values, self.settings.in_flight)
+
+    @property
+    def values(self) -> GraphValues:
+        return self.graph_cache.get("values", None, lambda: GraphValues(self.graph))
+
+    def tables(self, mesh: Mesh) -> Tables:
+        """Return the cost graphs on a mesh under all memory policies."""
+        return self.graph_cache.get("tables", mesh, lambda: self._tables(mesh))
 
     def _tables(self, mesh: Mesh) -> Tables:
         fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
