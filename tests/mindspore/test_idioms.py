@@ -157,10 +157,7 @@ def test_an_optimizer_of_ones_own_knows_its_groups() -> None:
         assert optimizer.weight_decay == (0.1, 0.0, 0.1)
         assert optimizer.decay_flags == (True, False, True)
         assert [float(rate) for rate in optimizer.get_lr()] == [0.1, 0.2, 0.1]
-        assert [float(rate) for rate in optimizer.get_lr_parameter(optimizer.parameters)] == [0.1, 0.2, 0.1]
         assert optimizer.param_length == 3
-        with raises(ValueError, kind.__name__, "requires_grad=True", "one of its parameters"):
-            optimizer.get_lr_parameter(ms.Parameter(ms.Tensor(1.0)))
         for _ in range(2):
             optimizer([Tensor(gradient) for gradient in gradients])
     for one, other in zip(*weights, strict=True):

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from mindspore.reference_differences import DEFAULTS, ORDERS
 from raising import raises
-from shardwise.mindspore import Tensor, mint, nn, ops, train
+from shardwise.mindspore import Tensor, mint, nn, ops
 from shardwise.mindspore.named import WORDS
 
 CONTENT = json.loads(Path(__file__).with_name("reference_signatures.json").read_text())
@@ -122,7 +122,6 @@ def test_defaults_and_the_order_of_arguments_are_the_references_or_listed_with_a
     assert sorted(unknown) == [  # they take what they are made of, or nothing
         "common.initializer.Initializer", "common.initializer.Tensor", "mint.einsum", "mint.nn.Identity",
         "mint.nn.LogSigmoid", "mint.nn.Sigmoid", "mint.nn.Tanh", "nn.CellList", "nn.SequentialCell",
-        "train.LambdaCallback",
     ]  # fmt: skip
 
 
@@ -165,12 +164,6 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "avg_pool1d": (lambda: ops.avg_pool1d(P, 2), lambda: (P[:, :-1] + P[:, 1:]) / 2),
     "avg_pool3d": (lambda: ops.avg_pool3d(P[None, None], 1), lambda: P[None, None]),
     "cross": (lambda: ops.cross(FIRST, SECOND), lambda: torch.linalg.cross(FIRST, SECOND, dim=0)),
-    "Median": (lambda: ops.Median()(Tensor(P)), lambda: tuple(P.median(0))),
-    "Median of all": (lambda: ops.Median(True)(Tensor(P))[0], lambda: P.median()),
-    "Median without nan": (lambda: ops.Median(False, 1, True, True)(X)[0], lambda: X.nanmedian(1, True)[0]),
-    "SearchSorted": (
-        lambda: ops.SearchSorted(torch.int32)(torch.tensor([1, 2, 3]), torch.tensor([2])),
-        lambda: torch.tensor([1], dtype=torch.int32)),
     "TruncatedNormal": (lambda: ops.TruncatedNormal(torch.float16)((3,)).dtype, lambda: torch.float16),
     "layer_norm": (
         lambda: ops.layer_norm(P, (3,), P[0], P[1]), lambda: F.layer_norm(P, (3,), P[0], P[1])),
@@ -179,7 +172,6 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "IsClose": (lambda: ops.IsClose()(X, X), lambda: X == X),
     "boxes": (lambda: ops.bounding_box_decode(BOXES, ops.bounding_box_encode(BOXES, BOXES), (9, 9)), lambda: BOXES),
     "Roll": (lambda: ops.Roll(1)(Tensor(P)), lambda: P.roll(1)),
-    "Perplexity": (lambda: nn.Perplexity is train.Perplexity, lambda: True),
 }  # fmt: skip
 
 

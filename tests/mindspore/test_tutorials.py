@@ -48,7 +48,7 @@ def cifar(folder: Path) -> None:
 
 
 def _on_rank(folder: str) -> dict[str, Any]:
-    history, net = program("lenet").main(folder)
+    scores, net = program("lenet").main(folder)
     weights = [p.asnumpy() for p in net.get_parameters()]
     ms.reset_auto_parallel_context()
     losses, scales, _ = program("bert_loss_scale").main()
@@ -56,7 +56,7 @@ def _on_rank(folder: str) -> dict[str, Any]:
     wide, area, score = program("functional_loop").main(folder)
     ms.reset_auto_parallel_context()
     return {
-        "lenet": (history.epoch, history.history["eval_loss"], weights), "bert": (losses, scales),
+        "lenet": (list(scores), [own["loss"] for own in scores.values()], weights), "bert": (losses, scales),
         "gpt": program("gpt_parallel").main(), "wide": (wide, area, score),
     }  # fmt: skip
 

@@ -122,8 +122,6 @@ CLASSES = classes_of({
     "RandomApply": lambda *operands, transforms, prob=0.5: (
             _one_or_all(applied(transforms, operands) if np.random.random() < prob else operands)),
     "RandomChoice": lambda *operands, transforms: (transforms[np.random.randint(len(transforms))](*operands)),
-    "RandomOrder": lambda *operands, transforms: _one_or_all(
-        applied([transforms[i] for i in np.random.permutation(len(transforms))], operands)),
 }, Transform, __name__, checks={"transforms": _functions})  # fmt: skip
 globals().update(CLASSES)
 

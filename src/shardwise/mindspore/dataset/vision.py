@@ -259,20 +259,6 @@ def _check_hue(name: str, hue: Any) -> Any:
     return hue
 
 
-def _inverted(image: Any, low: int = 0, high: int = 255) -> Any:
-    """Inversion of the byte values from ``low`` to ``high``. Raises TypeError for floats."""
-    array = np.asarray(image)
-    if array.dtype.kind == "f":
-        raise TypeError(problem(f"an image of {array.dtype} has no byte values", fix="ToType(np.uint8) before"))
-    return _like(np.where((low <= array) & (array <= high), 255 - array, array), image)
-
-
-def _random_solarized(image: Any, *, threshold: Any = (0, 255)) -> Any:
-    """Inversion of the values of a random part of ``threshold``; if its ends are equal, from there on."""
-    low, high = sorted(np.random.randint(threshold[0], threshold[1] + 1, 2))
-    return _inverted(image, low, 255 if low == high else high)
-
-
 def _blurred(image: Any, *, kernel_size: Any, sigma: Any = None) -> Any:
     """Gaussian blur. The deviation ``sigma`` is by default OpenCV's."""
     size, deviation = (value[0] if isinstance(value, (tuple, list)) else value for value in (kernel_size, sigma))
@@ -290,11 +276,6 @@ def _normalized(image: Any, *, mean: Any, std: Any, is_hwc: bool = True) -> Arra
 
 def _channels_first(image: Any) -> Array:
     return np.moveaxis(np.atleast_3d(np.asarray(image)), -1, 0)
-
-
-def _as_pillows(image: Any) -> Any:
-    array = np.asarray(image)
-    return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
 
 
 def _chosen(image: Any, *, policy: Any) -> Any:
@@ -322,11 +303,11 @@ FUNCTIONS: dict[str, Any] = {
         np.moveaxis(np.asarray(image), -1, 0)),
     "Invert": lambda image: _like(255 - np.asarray(image), image), "Normalize": _normalized,
     "Pad": (None, _padded, {"checks": {**CHECKS, "padding": lambda _, padding: _sides(padding)}}),
-    "PILToTensor": lambda image: np.ascontiguousarray(_channels_first(image)), "RandomAffine": _random_moved,
+    "RandomAffine": _random_moved,
     "RandomColorAdjust": _random_colors, "RandomColor": lambda image, *, degrees=(0.1, 1.9): _enhanced(
         image, "Color", _drawn(*degrees)),
     "RandomCrop": _random_crop, "RandomCropDecodeResize": _random_resized_crop,
-    "RandomEqualize": _by_chance(lambda image: _by_pillow(image, ImageOps.equalize)), "RandomErasing": _erased,
+    "RandomErasing": _erased,
     "RandomGrayscale": _by_chance(lambda image: _by_pillow(image, lambda x: x.convert("L").convert(x.mode)), 0.1),
     "RandomHorizontalFlip": _by_chance(lambda image: _mirrored(image, 1)),
     "RandomPosterize": lambda image, *, bits=(8, 8): _by_pillow(image, lambda picture: ImageOps.posterize(
@@ -336,11 +317,12 @@ FUNCTIONS: dict[str, Any] = {
             image, degrees=_drawn(*_span(degrees)), resample=resample, expand=expand),
     "RandomSelectSubpolicy": _chosen, "RandomSharpness": lambda image, *, degrees=(0.1, 1.9): _enhanced(
         image, "Sharpness", _drawn(*degrees)),
-    "RandomSolarize": _random_solarized, "RandomVerticalFlip": _by_chance(lambda image: _mirrored(image, 0)),
+    "RandomVerticalFlip": _by_chance(lambda image: _mirrored(image, 0)),
     "Rescale": lambda image, *, rescale, shift: (
         np.asarray(image).astype(np.float32) * rescale + shift).astype(np.float32),
     "Resize": (None, _resized, {"checks": {name: check for name, check in CHECKS.items() if name != "size"}}),
-    "Rotate": _rotated, "ToNumpy": lambda image: np.array(image), "ToPIL": _as_pillows,
+    "Rotate": _rotated, "ToNumpy": lambda image: np.array(image), "ToPIL": lambda image: Image.fromarray(
+        array[..., 0] if (array := np.asarray(image)).ndim == 3 and array.shape[2] == 1 else array),
     "ToTensor": lambda image, *, output_type=np.float32: (
         _channels_first(image).astype(np.float32) / 255).astype(output_type),
     "ToType": lambda image, *, output_type: np.asarray(image).astype(output_type),

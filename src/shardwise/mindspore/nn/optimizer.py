@@ -91,15 +91,6 @@ class Optimizer:
         rates = [Tensor(rate(self._steps), torch.float64) for rate in self.rates]
         return self._of_groups(rates) if self.is_group_lr else rates[0]
 
-    def get_lr_parameter(self, param: Any) -> Any:
-        """Return the learning rate of a parameter in the next step; for several parameters, a list."""
-        if isinstance(param, (tuple, list)):
-            return [self.get_lr_parameter(parameter) for parameter in param]
-        for group, rate in zip(self.groups, self.rates, strict=True):
-            if any(parameter is param for parameter in group["params"]):
-                return Tensor(rate(self._steps), torch.float64)
-        raise ValueError(problem(f"{type(self).__name__} has no {param!r}", fix="one of its parameters"))
-
     @property
     def learning_rate(self) -> Any:
         """Return the learning rate of the next step: a parameter, which may be assigned to; for a schedule, a tensor. A

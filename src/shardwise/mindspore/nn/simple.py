@@ -128,8 +128,6 @@ def _range(start: Any, limit: Any, delta: Any) -> torch.Tensor:
 CELLS: dict[str, Any] = {
     **of_functions(TABLES["nn"]["cells"]),
     # -- image quality
-    "ImageGradients": lambda images: (  # between a pixel and the one below, and the one on the right
-        F.pad(images.diff(dim=2), (0, 0, 0, 1)), F.pad(images.diff(dim=3), (0, 1))),
     "PSNR": lambda img1, img2, *, max_val=1.0: 10 * torch.log10(max_val**2 / (img1 - img2).square().mean((1, 2, 3))),
     "SSIM": lambda img1, img2, *, max_val=1.0, filter_size=11, filter_sigma=1.5, k1=0.01, k2=0.03: _similar(
         img1, img2, max_val, filter_size, filter_sigma, k1, k2),
@@ -157,7 +155,6 @@ CELLS: dict[str, Any] = {
     "ZeroPad2d": lambda x, *, padding: _padded(x, padding, "constant", 0.0, 2),
     # -- others
     "ClipByNorm": lambda x, clip_norm, *, axis=None: _clipped(x, clip_norm, axis),
-    "L1Regularizer": lambda weights, *, scale: scale * weights.abs().sum(),
     "Moments": lambda x, *, axis=None, keep_dims=False: tuple(reversed(torch.var_mean(
         x, axis, correction=0, keepdim=bool(keep_dims)))),
     "Norm": lambda x, *, axis=(), keep_dims=False: torch.linalg.vector_norm(

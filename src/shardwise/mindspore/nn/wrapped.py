@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import generator
 from shardwise.mindspore.named import SETTINGS, bound_to, constructor, signature_of
 from shardwise.mindspore.nn.cell import Cell
@@ -125,15 +124,6 @@ def _by_steps(module: Any, x: Any, hx: Any, lengths: Any) -> tuple[Any, Any]:
     return rows.transpose(0, 1) if module.batch_first else rows, last if is_lstm else last[0]
 
 
-def _filled(module: nn.Module, **inits: Any) -> nn.Module:
-    """Initialise parameters of a module again, where ``inits`` are not None."""
-    for name, init in inits.items():
-        if init is not None:
-            parameter = module.get_parameter(name)
-            parameter.data.copy_(initializer(init, tuple(parameter.shape), parameter.dtype))
-    return module
-
-
 def _maker(kind: type[nn.Module], arguments: dict[str, Any], **fixed: Any) -> Callable[..., nn.Module]:
     """Return a function that makes a torch module of the reference's arguments, which are torch's but for has_bias."""
     order = signature_of(arguments)
@@ -149,12 +139,9 @@ def _maker(kind: type[nn.Module], arguments: dict[str, Any], **fixed: Any) -> Ca
 
 _FIXED = {"TransformerEncoder": {"enable_nested_tensor": False}}
 WRAPPED: dict[str, Callable[..., nn.Module]] = {
-    "BiDense": lambda in1_channels, in2_channels, out_channels, weight_init=None, bias_init=None, has_bias=True,
-    dtype=None: _filled(nn.Bilinear(in1_channels, in2_channels, out_channels, has_bias, dtype=dtype),
-                        weight=weight_init, bias=bias_init),
-    **{name: _maker(getattr(nn, name), SETTINGS[f"nn.{name}"], **_FIXED.get(name, {})) for name in (
+    name: _maker(getattr(nn, name), SETTINGS[f"nn.{name}"], **_FIXED.get(name, {})) for name in (
         "GRUCell", "LSTMCell", "RNNCell", "MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer",
-        "TransformerEncoder", "TransformerDecoder", "Transformer")},
+        "TransformerEncoder", "TransformerDecoder", "Transformer")
 }  # fmt: skip
 RECURRENT: dict[str, Callable[..., nn.Module]] = {
     **{name: _maker(getattr(nn, name), SETTINGS[f"nn.{name}"]) for name in ("GRU", "LSTM")},

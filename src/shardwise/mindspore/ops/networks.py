@@ -75,11 +75,6 @@ def classes_loss(x: Tensor, labels_indices: Tensor, labels_values: Tensor, seque
     return losses, call(one, logarithms.detach(), *arguments[:3], *results, blank, ignore_longer)
 
 
-def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    inverse = torch.rsqrt(torch.mean(torch.square(x), -1, keepdim=True) + epsilon)
-    return x * inverse * gamma, inverse
-
-
 def _layer_norm(input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     return F.layer_norm(input, tuple(normalized_shape), weight, bias, eps)
 
@@ -165,7 +160,8 @@ NETWORKS: dict[str, Function] = {
     "l2_normalize": lambda input, axis=-1, epsilon=1e-4: input * torch.rsqrt(torch.clamp(torch.sum(
         torch.square(input), axis, keepdim=True), min=epsilon)),
     "layer_norm": _either_layer_norm,
-    "rms_norm": lambda x, gamma, epsilon=1e-6: _rms_norm(x, gamma, epsilon),
+    "rms_norm": lambda x, gamma, epsilon=1e-6: (
+        x * (inverse := torch.rsqrt(torch.mean(torch.square(x), -1, keepdim=True) + epsilon)) * gamma, inverse),
     # -- losses
     "cross_entropy": lambda input, target, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0:
     F.cross_entropy(input, target if target.is_floating_point() else as_int(target), weight,
