@@ -381,17 +381,9 @@ def _check_range(schedule: Any) -> None:
         raise ValueError(problem(what, fix="0 <= min_lr < max_lr"))
 
 
-def _share(step: int, decay_steps: int, is_stair: bool) -> float:
-    return float(step // decay_steps if is_stair else step / decay_steps)
-
-
 CLASSES = classes_of({
     "ExponentialDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
-        learning_rate * decay_rate ** _share(step, decay_steps, is_stair)),
-    "InverseDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
-        learning_rate / (1 + decay_rate * _share(step, decay_steps, is_stair))),
-    "NaturalExpDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
-        learning_rate * math.exp(-decay_rate * (step - (step % decay_steps if is_stair else 0)))),
+        learning_rate * decay_rate ** float(step // decay_steps if is_stair else step / decay_steps)),
     "PolynomialDecayLR": lambda step, *, learning_rate, end_learning_rate, decay_steps, power,
     update_decay_steps=False: (learning_rate - end_learning_rate) * (1 - min(step / (
         decay_steps * (max(math.ceil(step / decay_steps), 1) if update_decay_steps else 1)), 1.0)) ** power + (

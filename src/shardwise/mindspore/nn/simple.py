@@ -16,7 +16,7 @@ from shardwise.mindspore.holding import as_gradient, holding_of, parameter_of
 from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of, constructor, parameters_of
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.ops import arithmetic, reductions
-from shardwise.mindspore.ops.clip import split_norm
+from shardwise.mindspore.ops.composite import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.images import bilinear, mirrored, pool
 from shardwise.mindspore.ops.of_torch import of_functions

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from shardwise.mindspore.common.seed import generator
-from shardwise.mindspore.named import SETTINGS, bound_to, constructor, signature_of
+from shardwise.mindspore.named import TABLES, bound_to, constructor, parameters_of
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.tensor import Parameter
 
@@ -124,35 +124,28 @@ def _by_steps(module: Any, x: Any, hx: Any, lengths: Any) -> tuple[Any, Any]:
     return rows.transpose(0, 1) if module.batch_first else rows, last if is_lstm else last[0]
 
 
-def _maker(kind: type[nn.Module], arguments: dict[str, Any], **fixed: Any) -> Callable[..., nn.Module]:
+def _maker(name: str, **fixed: Any) -> Callable[..., nn.Module]:
     """Return a function that makes a torch module of the reference's arguments, which are torch's but for has_bias."""
-    order = signature_of(arguments)
+    kind, order = getattr(nn, name), Signature(parameters_of(TABLES["settings"][f"nn.{name}"].split()))
 
     def make(*args: Any, **kwargs: Any) -> nn.Module:
-        chosen = bound_to(kind.__name__, order, args, kwargs)
+        chosen = bound_to(name, order, args, kwargs)
         inner = {name: getattr(value, "module", value) for name, value in chosen.items()}  # of layers of this file
-        return kind(**{"bias" if name == "has_bias" else name: value for name, value in inner.items()}, **fixed)
+        module: nn.Module = kind(**{"bias" if n == "has_bias" else n: value for n, value in inner.items()}, **fixed)
+        return module
 
     vars(make)["__signature__"] = order
     return make
 
 
 _FIXED = {"TransformerEncoder": {"enable_nested_tensor": False}}
-WRAPPED: dict[str, Callable[..., nn.Module]] = {
-    name: _maker(getattr(nn, name), SETTINGS[f"nn.{name}"], **_FIXED.get(name, {})) for name in (
-        "GRUCell", "LSTMCell", "RNNCell", "MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer",
-        "TransformerEncoder", "TransformerDecoder", "Transformer")
-}  # fmt: skip
-RECURRENT: dict[str, Callable[..., nn.Module]] = {
-    **{name: _maker(getattr(nn, name), SETTINGS[f"nn.{name}"]) for name in ("GRU", "LSTM")},
-    "RNN": lambda input_size, hidden_size, num_layers=1, has_bias=True, batch_first=False, dropout=0.0,
-    bidirectional=False, dtype=torch.float32, *, nonlinearity="tanh": nn.RNN(
-        input_size, hidden_size, num_layers, nonlinearity, has_bias, batch_first, dropout, bidirectional, dtype=dtype),
-}  # fmt: skip
 _DOC = "Torch's module, with the reference's arguments."
 CLASSES: dict[str, type[Cell]] = {
-    name: type(name, (base,), {"make": staticmethod(make), "__module__": __name__, "__doc__": _DOC})
-    for base, table in ((Wrapped, WRAPPED), (_Recurrent, RECURRENT)) for name, make in table.items()
+    name: type(name, (base,), {
+        "make": staticmethod(_maker(name, **_FIXED.get(name, {}))), "__module__": __name__, "__doc__": _DOC})
+    for base, names in ((Wrapped, """GRUCell LSTMCell RNNCell MultiheadAttention TransformerEncoderLayer
+        TransformerDecoderLayer TransformerEncoder TransformerDecoder Transformer"""), (_Recurrent, "GRU LSTM RNN"))
+    for name in names.split()
 }  # fmt: skip
 globals().update(CLASSES)
 

@@ -20,8 +20,7 @@ from shardwise.mindspore import calls
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import TABLES, Function, absent, translated
 from shardwise.mindspore.ops import indexing
-from shardwise.mindspore.ops.boxes import BOXES
-from shardwise.mindspore.ops.clip import clip_by_norm
+from shardwise.mindspore.ops.composite import clip_by_norm
 from shardwise.mindspore.ops.images import interpolate
 from shardwise.mindspore.ops.indexing import Gather, OneHot
 from shardwise.mindspore.ops.networks import NETWORKS
@@ -222,7 +221,6 @@ FUNCTIONS: dict[str, Function] = {
     "tensor_scatter_update": lambda input_x, indices, updates: indexing.scatter(input_x, as_int(indices), updates),
     "unique": distinct,
     "unsorted_segment_sum": indexing.segment_sum,
-    **BOXES,
     **NETWORKS,
     # -- new tensors
     "truncated_normal": lambda shape, seed=None: torch.nn.init.trunc_normal_(

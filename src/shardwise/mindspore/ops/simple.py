@@ -14,10 +14,9 @@ from shardwise.errors import CaptureError, problem
 from shardwise.mindspore.checks import note
 from shardwise.mindspore.loss_scale import clear_status, init_status, read_status
 from shardwise.mindspore.named import TABLES, Function, classes_of
-from shardwise.mindspore.ops.boxes import suppressed
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.images import bilinear, mirrored, nearest, pool
-from shardwise.mindspore.ops.networks import attention, classes_loss
+from shardwise.mindspore.ops.networks import attention, classes_loss, suppressed
 from shardwise.mindspore.ops.of_torch import of_functions
 from shardwise.mindspore.ops.primitive import Primitive, Simple
 from shardwise.mindspore.tensor import Tensor

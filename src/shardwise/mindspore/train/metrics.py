@@ -172,11 +172,6 @@ NAMES: dict[str, Callable[..., Metric]] = {
 }
 
 
-def names() -> list[str]:
-    """Return the names of metrics for ``Model(metrics=)``."""
-    return list(NAMES)
-
-
 def get_metric_fn(name: str, *args: Any, **kwargs: Any) -> Metric:
     """Return a metric by its name."""
     if name not in NAMES:
@@ -193,4 +188,4 @@ def metrics_of(argument: Any) -> dict[str, Metric]:
     return {name: get_metric_fn(name) for name in ([argument] if isinstance(argument, str) else argument)}
 
 
-__all__ = ["Metric", "get_metric_fn", "names", "rearrange_inputs", *CLASSES]
+__all__ = ["Metric", "get_metric_fn", "rearrange_inputs", *CLASSES]
