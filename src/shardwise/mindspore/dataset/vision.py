@@ -19,7 +19,7 @@ from shardwise.mindspore.dataset.transforms import DTYPES, Array, Transform
 from shardwise.mindspore.named import Function, absent, classes_of
 
 try:
-    from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+    from PIL import Image, ImageEnhance, ImageOps
 except ImportError as error:
     what = "the MindSpore dialect reads images with Pillow: it is missing"
     raise ImportError(problem(what, fix='pip install "shardwise[mindspore]"')) from error
@@ -259,13 +259,6 @@ def _check_hue(name: str, hue: Any) -> Any:
     return hue
 
 
-def _blurred(image: Any, *, kernel_size: Any, sigma: Any = None) -> Any:
-    """Gaussian blur. The deviation ``sigma`` is by default OpenCV's."""
-    size, deviation = (value[0] if isinstance(value, (tuple, list)) else value for value in (kernel_size, sigma))
-    radius = float(deviation if deviation else 0.3 * ((size - 1) * 0.5 - 1) + 0.8)
-    return _by_pillow(image, lambda picture: picture.filter(ImageFilter.GaussianBlur(radius)))
-
-
 def _normalized(image: Any, *, mean: Any, std: Any, is_hwc: bool = True) -> Array:
     """Normalisation (x - mean) / std per channel, in float32. ``is_hwc``: channels are the last dim, else the first."""
     array = np.asarray(image).astype(np.float32)
@@ -298,7 +291,7 @@ FUNCTIONS: dict[str, Any] = {
     "CenterCrop": _centre, "ConvertColor": lambda image, *, convert_mode: (
         np.asarray(image)[..., ::-1] if "BGR" in convert_mode.value
         else _by_pillow(image, lambda picture: picture.convert(convert_mode.value[1]))),
-    "Decode": decoded, "Equalize": lambda image: _by_pillow(image, ImageOps.equalize), "GaussianBlur": _blurred,
+    "Decode": decoded, "Equalize": lambda image: _by_pillow(image, ImageOps.equalize),
     "HorizontalFlip": lambda image: _mirrored(image, 1), "HWC2CHW": lambda image: np.ascontiguousarray(
         np.moveaxis(np.asarray(image), -1, 0)),
     "Invert": lambda image: _like(255 - np.asarray(image), image), "Normalize": _normalized,

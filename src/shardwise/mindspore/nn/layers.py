@@ -21,10 +21,10 @@ from shardwise.mindspore.nn.simple import get_activation
 from shardwise.mindspore.ops import images
 from shardwise.mindspore.ops.arithmetic import BiasAdd, MatMul
 from shardwise.mindspore.ops.communication import AllReduce
+from shardwise.mindspore.ops.dims import CLASSES as REDUCTIONS
+from shardwise.mindspore.ops.dims import SHAPES
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.primitive import Inner
-from shardwise.mindspore.ops.reductions import CLASSES as REDUCTIONS
-from shardwise.mindspore.ops.shape import CLASSES as SHAPES
 from shardwise.mindspore.tensor import Parameter
 
 

@@ -13,10 +13,10 @@ from shardwise.mindspore.checks import within
 from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.ops.arithmetic import CLASSES as ELEMENTWISE
+from shardwise.mindspore.ops.dims import CLASSES as OPERATORS
+from shardwise.mindspore.ops.dims import REDUCTIONS as OVER_DIMS
 from shardwise.mindspore.ops.indexing import OneHot
 from shardwise.mindspore.ops.of_torch import of_functions
-from shardwise.mindspore.ops.reductions import CLASSES as OPERATORS
-from shardwise.mindspore.ops.reductions import REDUCTIONS as OVER_DIMS
 from shardwise.mindspore.tensor import as_torch
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -15,7 +15,7 @@ from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.holding import as_gradient, holding_of, parameter_of
 from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of, constructor, parameters_of
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops import arithmetic, reductions
+from shardwise.mindspore.ops import arithmetic, dims
 from shardwise.mindspore.ops.composite import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.images import bilinear, mirrored, pool
@@ -181,7 +181,7 @@ class _Activation(Cell):
         return getattr(self, self.attribute)(x)
 
 
-_OPERATORS = {**PRIMITIVES, **arithmetic.CLASSES, **reductions.CLASSES}
+_OPERATORS = {**PRIMITIVES, **arithmetic.CLASSES, **dims.CLASSES}
 ACTIVATIONS: dict[str, type[Cell]] = {
     name: type(name, (_Activation,), {
         "operator": (operator := _OPERATORS[of]), "attribute": attribute, "__module__": __name__,

@@ -21,11 +21,11 @@ from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import TABLES, Function, absent, translated
 from shardwise.mindspore.ops import indexing
 from shardwise.mindspore.ops.composite import clip_by_norm
+from shardwise.mindspore.ops.dims import Slice, StridedSlice
 from shardwise.mindspore.ops.images import interpolate
 from shardwise.mindspore.ops.indexing import Gather, OneHot
 from shardwise.mindspore.ops.networks import NETWORKS
 from shardwise.mindspore.ops.of_torch import COMPUTED, as_int, of_torch, sizes_of, type_of
-from shardwise.mindspore.ops.shape import Slice, StridedSlice
 from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import TORCHS, call_functions, dims_of, dtype_of, narrowed, number, product
 

@@ -14,9 +14,9 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.named import Function
+from shardwise.mindspore.ops.dims import layer_norm
 from shardwise.mindspore.ops.images import Conv2D
 from shardwise.mindspore.ops.of_torch import as_int, sizes_of
-from shardwise.mindspore.ops.reductions import layer_norm
 
 Tensor = torch.Tensor
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
