@@ -11,6 +11,7 @@ import torch
 from shardwise.errors import ShardwiseError, problem
 from shardwise.mindspore import calls
 from shardwise.mindspore.checks import number
+from shardwise.mindspore.context import jit
 from shardwise.mindspore.holding import as_gradient, parameter_of
 from shardwise.mindspore.library import device_of, held_parameters, total_norm
 from shardwise.mindspore.ops.functional import grad
@@ -129,13 +130,7 @@ def _times(result: Any, sens: Any) -> Any:
     return tuple(map(_times, result, sens)) if isinstance(sens, (tuple, list)) else result * sens
 
 
-def add_flags(fn: Any = None, **flags: Any) -> Any:
-    """Return the function unchanged: ``@add_flags(has_effect=True)``. Flags are for the reference's compiler."""
-    return fn if fn is not None else lambda function: function
-
-
-core = add_flags
-
+add_flags = core = jit  # ``@add_flags(has_effect=True)``: flags are for the reference's compiler
 
 # -- clipping ----------------------------------------------------------------------------------------------------------
 

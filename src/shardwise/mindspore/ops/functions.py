@@ -242,6 +242,8 @@ FUNCTIONS: dict[str, Function] = {
     "standard_normal": lambda shape, seed=None: _normal(shape, seed=seed),
     "uniform": _uniform,
     # -- others
+    "depend": lambda value, expr: value,  # eager and captured code run in order anyway
+    "stop_gradient": lambda value: value.detach(),
     "type_as": lambda input, other: input.to(other.dtype),
     "typeof": lambda x: x.dtype,
     "assign": lambda variable, value: _assigned(variable, lambda tensor: torch.as_tensor(value).to(tensor)),
