@@ -126,7 +126,7 @@ VALUES: dict[str, tuple[str, ...]] = {
         "ops.diag(r(2, 3))", "ops.Diag()(",
     ),
     "the dims of torch's function": (
-        "ops.Im2Col(2)",
+        "ops.Im2Col(2)", "ops.batch_dot(r(2, 3), r(2, 3))",
     ),
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 import shardwise.mindspore as ms
 from mindspore.test_modes import Net, batches
 from raising import raises
+from shardwise.mindspore import nn
 from shardwise.mindspore.holding import holding_of
 from shardwise.mindspore.nn.optimizer import Optimizer
 
@@ -177,7 +179,7 @@ OF_REFERENCE = (
 )
 
 
-def test_files_of_the_reference_are_read(tmp_path: Path) -> None:
+def test_files_of_the_reference_are_read_and_written_byte_for_byte(tmp_path: Path) -> None:
     entries = {"h": torch.ones(3).half(), "b": torch.ones(3).bfloat16(), "s": torch.tensor(2.5),
                "l": torch.tensor([1, 2]), "t": torch.tensor(True)}  # fmt: skip
     info = {"epoch": 3, "lr": 0.5, "ok": True, "note": "abc"}
@@ -190,6 +192,17 @@ def test_files_of_the_reference_are_read(tmp_path: Path) -> None:
     for name, value in want.items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name].detach().as_subclass(torch.Tensor), value), name
+    ms.save_checkpoint(entries, str(tmp_path / "own.ckpt"), append_dict=info, format="mindspore")
+    assert (tmp_path / "own.ckpt").read_bytes() == file.read_bytes()
     file.write_bytes(file.read_bytes()[:-40])
     with raises(ValueError, "net.ckpt", "cannot be read as a checkpoint"):
         ms.load_checkpoint(str(file))
+
+
+def test_a_network_goes_through_a_file_of_the_reference(tmp_path: Path) -> None:
+    net, other = (nn.SequentialCell(nn.Dense(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    net[1].moving_mean.set_data(torch.ones(3))
+    ms.save_checkpoint(net, str(tmp_path / "net.ckpt"), format="mindspore")
+    assert ms.load_param_into_net(other, ms.load_checkpoint(str(tmp_path / "net.ckpt"))) == ([], [])
+    for name, value in net.parameters_dict().items():
+        np.testing.assert_array_equal(other.parameters_dict()[name].asnumpy(), value.asnumpy())

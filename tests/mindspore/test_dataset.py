@@ -148,6 +148,13 @@ def test_a_sampler_takes_any_indices(indices: Any) -> None:
     assert ds.SubsetSampler(3).indices == [3]
 
 
+def test_weights_of_a_sampler_are_numbers() -> None:
+    for weights in ([0, 2, 0], torch.tensor([0.0, 2.0, 0.0])):
+        assert list(ds.WeightedRandomSampler(weights, 3)) == [1, 1, 1]
+    with pytest.raises(ValueError, match="could not convert"):
+        ds.WeightedRandomSampler(["a"])
+
+
 def test_a_buffer_shuffles_what_has_no_index() -> None:
     dataset = ds.GeneratorDataset(lambda: iter(np.arange(20)), ["x"]).shuffle(4)
     first, second = firsts(dataset), firsts(dataset)
@@ -420,6 +427,8 @@ def test_images_are_changed_as_said() -> None:
         (vision.ConvertColor(vision.ConvertMode.COLOR_GRAY2RGB)(image[..., :1]), image[..., [0, 0, 0]]),
     ):  # fmt: skip
         np.testing.assert_array_equal(found, want)
+    with raises(TypeError, "float64 has no byte values", fix="ToType(np.uint8)"):
+        vision.RandomSolarize()(image / 100)
 
 
 def test_a_folder_per_class_is_a_dataset_of_images(tmp_path: Path) -> None:
@@ -480,3 +489,20 @@ def test_a_used_up_iterator_is_no_second_epoch() -> None:
     assert firsts(dataset) == [0, 1, 2]
     with raises(RuntimeError, "only one pass"):
         firsts(dataset)
+
+
+def test_lines_stay_in_the_order_of_their_file_unless_they_are_shuffled(tmp_path: Path) -> None:
+    lines = [str(number) for number in range(40)]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    read = {
+        shuffle: [
+            str(row[0])
+            for row in ds.TextFileDataset(tmp_path / "lines.txt", shuffle=shuffle).create_tuple_iterator(
+                output_numpy=True
+            )
+        ]
+        for shuffle in (None, False, True)
+    }
+    assert read[None] == read[False] == lines
+    assert read[True] != lines
+    assert sorted(read[True]) == sorted(lines)

@@ -123,6 +123,7 @@ def test_optimizers_of_ones_own_and_rates_that_are_assigned_to() -> None:
     np.testing.assert_allclose(weights[0][0].asnumpy(), weights[1][0].asnumpy(), rtol=1e-14)
     sums = 0.5 * np.array([1, 1.9, 1 + 0.9 * 1.9])
     np.testing.assert_allclose(weights[0][0].asnumpy(), np.linspace(1, 2, 4) - sums @ rates, rtol=1e-14)
+    assert nn.NaturalExpDecayLR(0.1, 0.9, 4)(2) == pytest.approx(0.1 * np.exp(-1.8))
 
 
 _decayed = ops.MultitypeFuncGraph("decayed")
@@ -155,7 +156,10 @@ def test_an_optimizer_of_ones_own_knows_its_groups() -> None:
         assert optimizer.weight_decay == (0.1, 0.0, 0.1)
         assert optimizer.decay_flags == (True, False, True)
         assert [float(rate) for rate in optimizer.get_lr()] == [0.1, 0.2, 0.1]
+        assert [float(rate) for rate in optimizer.get_lr_parameter(optimizer.parameters)] == [0.1, 0.2, 0.1]
         assert optimizer.param_length == 3
+        with raises(ValueError, kind.__name__, "requires_grad=True", "one of its parameters"):
+            optimizer.get_lr_parameter(ms.Parameter(ms.Tensor(1.0)))
         for _ in range(2):
             optimizer([Tensor(gradient) for gradient in gradients])
     for one, other in zip(*weights, strict=True):

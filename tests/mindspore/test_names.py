@@ -52,7 +52,7 @@ CALLS: list[tuple[Any, Any]] = [
     (ops.addcdiv(X, X, Y, 2.0), X + 2 * X / Y), (ops.xdivy(0 * X, 0 * X), 0 * X),
     (ops.conv2d(IMAGE, r(3, 4, 3, 3), pad_mode="same"), F.conv2d(IMAGE, r(3, 4, 3, 3), padding=1)),
     (ops.l2_normalize(X), F.normalize(X)), (ops.tensor_dot(X, Y, ((0, 1), (0, 1))), (X * Y).sum()),
-    (ops.logsumexp(X, 1), X.exp().sum(1).log()),
+    (ops.batch_dot(X, Y), (X * Y).sum(1)), (ops.logsumexp(X, 1), X.exp().sum(1).log()),
     (ops.full((2, 3), 1.5), torch.full((2, 3), 1.5)), (ops.norm(X), X.norm()),
     (ops.isclose(X, X), torch.ones(4, 6) > 0),
     (ops.stack((X, Y), axis=-1), torch.stack((X, Y), -1)), (ops.cumsum(x=X, axis=1), X.cumsum(1)),
@@ -62,7 +62,7 @@ CALLS: list[tuple[Any, Any]] = [
     (ops.SiLU()(X), F.silu(X)), (ops.Tril(1)(X), X.tril(1)), (ops.RmsNorm(1e-5)(X, Y[0])[0],
                                                                ops.rms_norm(X, Y[0], 1e-5)[0]),
     (ops.Einsum("ij,ij->i")((X, Y)), (X * Y).sum(1)), (ops.LinSpace()(0.0, 1.0, 3), torch.tensor([0, 0.5, 1.0])),
-    (ops.ReverseV2([1])(X), X.flip(1)),
+    (ops.ReduceStd(axis=1)(X), (X.std(1), X.mean(1))), (ops.ReverseV2([1])(X), X.flip(1)),
     (ops.DepthToSpace(2)(ops.SpaceToDepth(2)(IMAGE)), IMAGE), (ops.Pad(((1, 0), (0, 2)))(X), F.pad(X, (0, 2, 1, 0))),
     (ops.ResizeBilinear((3, 3))(IMAGE), IMAGE[..., ::2, ::2]),  # element i lies at i * size / wanted
     (ops.ResizeBilinear((3, 3), half_pixel_centers=True)(IMAGE), F.interpolate(IMAGE, (3, 3), mode="bilinear")),
@@ -103,19 +103,22 @@ CALLS: list[tuple[Any, Any]] = [
     (nn.MaxUnpool2d(2)(*F.max_pool2d(IMAGE, 2, return_indices=True)), F.max_unpool2d(
         *F.max_pool2d(IMAGE, 2, return_indices=True), 2)),
     (nn.Pad(((1, 1), (0, 2)), "SYMMETRIC")(X), torch.tensor(np.pad(X, ((1, 1), (0, 2)), "symmetric"))),
+    (nn.BiDense(6, 6, 1, "ones", "ones")(X.float(), Y.float())[:, 0], 1 + (X.sum(1) * Y.sum(1)).float()),
     (nn.AvgPool1d(2, 2)(CUBE), CUBE.reshape(2, 4, 3, 2).mean(-1)),
     (nn.Pad(((1, 1), (0, 2)))(X), F.pad(X, (0, 2, 1, 1))),
     (nn.MaxPool2d(3, 2, "pad", 1)(IMAGE), F.max_pool2d(IMAGE, 3, 2, 1)), (nn.ClipByNorm()(X, 1.0), X / X.norm()),
     (nn.PixelShuffle(2)(IMAGE), F.pixel_shuffle(IMAGE, 2)), (nn.Norm(1)(X), X.norm(dim=1)), (nn.Tril()(X), X.tril()),
     (nn.Moments(axis=0)(X), (X.mean(0), X.var(0, correction=0))), (nn.ZeroPad2d(1)(IMAGE), F.pad(IMAGE, (1,) * 4)),
     (nn.OneHot(depth=6)(IDS), torch.eye(6)[IDS]), (nn.HuberLoss(delta=0.5)(X, Y), F.huber_loss(X, Y, delta=0.5)),
-    (nn.RMSELoss()(X, Y), (X - Y).square().mean().sqrt()),
+    (nn.FocalLoss(gamma=0.0)(X, IDS), F.cross_entropy(X, IDS)), (nn.RMSELoss()(X, Y), (X - Y).square().mean().sqrt()),
     (nn.DiceLoss(smooth=1.0)(X, Y), 1 - 2 * (X * Y).sum() / (X.square().sum() + Y.square().sum() + 1)),
     (nn.KLDivLoss("sum")(X.log_softmax(1), Y.softmax(1)), F.kl_div(X.log_softmax(1), Y.softmax(1), reduction="sum")),
     (nn.InstanceNorm2d(4, dtype=torch.float64)(IMAGE), F.instance_norm(IMAGE)),
     (nn.TripletMarginLoss()(X, Y, -X), F.triplet_margin_loss(X, Y, -X)),
     (nn.PSNR(2.0)(IMAGE, IMAGE + 0.2), torch.full((2,), 20.0)), (nn.SSIM(filter_size=5)(IMAGE, IMAGE), torch.ones(2)),
     (nn.SSIM(filter_size=5)(0 * IMAGE + 1, 0 * IMAGE), torch.full((2,), 1e-4 / (1 + 1e-4))),
+    (nn.ImageGradients()(IMAGE), (F.pad(IMAGE[:, :, 1:] - IMAGE[:, :, :-1], (0, 0, 0, 1)),
+                                  F.pad(IMAGE[..., 1:] - IMAGE[..., :-1], (0, 1)))),
     # boxes: those of a ramp are the values in their middles
     (ops.ROIAlign(2, 2, 0.5)(torch.tensor([[[[1.0, 2], [3, 4]]]]), torch.tensor([[0, 0.2, 0.3, 0.2, 0.3]])),
      torch.tensor([[[[1.775, 2.025], [2.275, 2.525]]]])),
@@ -397,7 +400,7 @@ def test_metrics_follow_their_definitions() -> None:
     measured = {}
     for name, metric in {
         "accuracy": nn.Accuracy(), "precision": nn.Precision(), "recall": nn.Recall(), "F1": nn.F1(),
-        "top2": nn.TopKCategoricalAccuracy(2),
+        "top2": nn.TopKCategoricalAccuracy(2), "matrix": nn.ConfusionMatrix(3), "perplexity": nn.Perplexity(),
     }.items():  # fmt: skip
         metric.clear()
         for rows in (slice(2), slice(2, 4)):
@@ -408,6 +411,13 @@ def test_metrics_follow_their_definitions() -> None:
     np.testing.assert_allclose(measured["recall"], [0.5, 1, 0])
     np.testing.assert_allclose(measured["F1"], [2 / 3, 1, 0])
     assert measured["top2"] == 1.0
+    np.testing.assert_allclose(measured["matrix"], [[1, 0, 1], [0, 2, 0], [0, 0, 0]])
+    np.testing.assert_allclose(measured["perplexity"], np.exp(-np.log([0.5, 0.3, 0.9, 0.5]).mean()))
+    roc = nn.ROC(pos_label=1)
+    roc.update(np.array([0.1, 0.4, 0.35, 0.8]), np.array([0, 0, 1, 1]))
+    false, true, _ = roc.eval()
+    np.testing.assert_allclose((false, true), ([0, 0, 0.5, 0.5, 1], [0, 0.5, 0.5, 1, 1]))
+    assert nn.auc(false, true) == 0.75
     with raises(RuntimeError, "has seen no batch"):
         nn.Recall().eval()
 

@@ -202,6 +202,7 @@ def test_rates_as_lists() -> None:
     assert nn.piecewise_constant_lr([2, 5, 10], [0.1, 0.05, 0.01]) == [0.1] * 2 + [0.05] * 3 + [0.01] * 5
     assert nn.exponential_decay_lr(0.1, 0.9, 6, 2, 1) == pytest.approx([0.1, 0.1, 0.09, 0.09, 0.081, 0.081])
     assert nn.exponential_decay_lr(0.1, 0.9, 6, 1, 3, True) == pytest.approx([0.1] * 3 + [0.09] * 3)
+    assert nn.natural_exp_decay_lr(0.1, 0.9, 6, 2, 2, True) == pytest.approx([0.1] * 4 + [0.1 * math.exp(-1.8)] * 2)
     assert nn.cosine_decay_lr(0.01, 0.1, 6, 2, 2) == pytest.approx([0.1, 0.1, 0.055, 0.055, 0.01, 0.01])
     assert nn.polynomial_decay_lr(0.1, 0.01, 6, 2, 2, 0.5) == pytest.approx(
         [0.1, 0.1, 0.0736396, 0.0736396, 0.01, 0.01]
@@ -221,6 +222,7 @@ def test_rates_as_functions_of_the_step() -> None:
     }
     for schedule, values in found.items():
         assert [schedule(step) for step in (0, 2, 8)] == pytest.approx(values)
+    assert nn.NaturalExpDecayLR(0.1, 0.9, 7).construct(3) == 0.1 * math.exp(-0.9 * 3)
     share = float(torch.tensor(3, dtype=torch.int32) / 7)  # of a step as a tensor: in float32, and no more than that
     assert nn.ExponentialDecayLR(0.1, 0.9, 7)(3) == 0.1 * 0.9**share
 

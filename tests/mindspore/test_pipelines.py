@@ -80,9 +80,8 @@ def trained(kind: str = "mean", *stages: Any) -> dict[str, Any]:
     net = Net(*(stages[:1] or [(0, 0, 1, 1)]), kind, *stages[1:])
     model = ms.Model(nn.PipelineCell(net, 4), optimizer=nn.Momentum(net.trainable_params(), 0.05, 0.9))
     seen: list[float] = []
-    watch = ms.Callback()
-    watch.step_end = lambda run: seen.append(  # type: ignore[method-assign]
-        float(np.sum(run.original_args().net_outputs.asnumpy())))  # fmt: skip
+    watch = ms.train.LambdaCallback(on_train_step_end=lambda run: seen.append(
+        float(np.sum(run.original_args().net_outputs.asnumpy()))))  # fmt: skip
     printed = io.StringIO()
     with redirect_stdout(printed):
         model.train(1, batches(), callbacks=[ms.LossMonitor(), watch], dataset_sink_mode=False)

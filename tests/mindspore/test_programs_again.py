@@ -308,11 +308,15 @@ def test_a_network_to_evaluate_with_gives_metrics_all_that_it_returns() -> None:
     assert model.eval(data)["mae"] == pytest.approx(want, rel=1e-5)
 
 
-def test_optimizers_and_scalers_say_what_programs_ask() -> None:
+def test_optimizers_scalers_and_histories_say_what_programs_ask() -> None:
     net = nn.Dense(2, 1)
     fixed, falls = (nn.SGD(net.trainable_params(), rate) for rate in (0.1, [0.1, 0.01]))
     assert (fixed.dynamic_lr, falls.dynamic_lr) == (False, True)
     assert ms.amp.DynamicLossScaler(8, 2, 2).scale_value.asnumpy() == 8
+    history = ms.History()
+    data = ds.NumpySlicesDataset((np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)), ["x", "y"]).batch(2)
+    ms.Model(net, nn.MSELoss(), fixed).train(2, data, callbacks=history)
+    assert [type(loss) for loss in history.history["net_output"]] == [float, float]
 
 
 def test_parameters_take_values_of_their_shapes_by_their_names() -> None:

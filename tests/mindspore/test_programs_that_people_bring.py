@@ -44,9 +44,9 @@ def _run(name: str, folder: str) -> dict[str, Any]:
     if name == "evaluate_export":
         return {"losses": [], "scores": list(program(name).train(folder).values())}
     if name == "lenet":
-        scores, net = program(name).main(folder)
+        history, net = program(name).main(folder)
         parameters = [p.asnumpy() for p in net.get_parameters()]
-        return {"losses": [], "scores": [own["loss"] for own in scores.values()], "parameters": parameters}
+        return {"losses": [], "scores": history.history["eval_loss"], "parameters": parameters}
     module = program(name)
     takes_folder = name in ("resnet_cifar", "fit_callbacks", "functional_loop", "lstm_sentences")
     result = module.main(folder) if takes_folder else module.main()

@@ -61,6 +61,11 @@ def test_functions_are_their_formulas() -> None:
     square = x[0, 0]
     turned = ops.ReverseSequence(seq_dim=1)(square, Tensor([1, 2, 3, 4], ms.int32))
     assert turned.asnumpy().tolist() == [[0, 1, 2, 3], [5, 4, 6, 7], [10, 9, 8, 11], [15, 14, 13, 12]]
+    squares = Tensor(np.arange(1, 5).reshape(1, 4, 1, 1), ms.float32)
+    want = np.arange(1, 5) / np.sqrt(1 + np.array([5, 14, 29, 25]))  # squares of the channel and its neighbours
+    np.testing.assert_allclose(ops.LRN(depth_radius=1)(squares).asnumpy().reshape(-1), want, rtol=1e-6)
+    with raises(ValueError, "norm_region"):
+        ops.lrn(squares, norm_region="WITHIN_CHANNEL")
 
 
 def test_a_profiler_writes_a_trace_of_what_ran_meanwhile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

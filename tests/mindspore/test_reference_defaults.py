@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from mindspore.reference_differences import DEFAULTS, ORDERS
 from raising import raises
-from shardwise.mindspore import Tensor, mint, nn, ops
+from shardwise.mindspore import Tensor, mint, nn, ops, train
 from shardwise.mindspore.named import WORDS
 
 CONTENT = json.loads(Path(__file__).with_name("reference_signatures.json").read_text())
@@ -122,6 +122,7 @@ def test_defaults_and_the_order_of_arguments_are_the_references_or_listed_with_a
     assert sorted(unknown) == [  # they take what they are made of, or nothing
         "common.initializer.Initializer", "common.initializer.Tensor", "mint.einsum", "mint.nn.Identity",
         "mint.nn.LogSigmoid", "mint.nn.Sigmoid", "mint.nn.Tanh", "nn.CellList", "nn.SequentialCell",
+        "train.LambdaCallback",
     ]  # fmt: skip
 
 
@@ -172,6 +173,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "IsClose": (lambda: ops.IsClose()(X, X), lambda: X == X),
     "boxes": (lambda: ops.bounding_box_decode(BOXES, ops.bounding_box_encode(BOXES, BOXES), (9, 9)), lambda: BOXES),
     "Roll": (lambda: ops.Roll(1)(Tensor(P)), lambda: P.roll(1)),
+    "Perplexity": (lambda: nn.Perplexity is train.Perplexity, lambda: True),
 }  # fmt: skip
 
 

@@ -224,15 +224,12 @@ def test_fit_tells_callbacks_of_its_evaluations_and_the_old_names_of_training_al
     net, follows = Net(), Follows()
     ends: list[str] = []
     model = ms.Model(net, ms.nn.MSELoss(), ms.nn.Momentum(net.trainable_params(), 0.05, 0.9), metrics={"mse"})
-    scores: list[float] = []
-    also, data = ms.Callback(), batches()
-    also.on_eval_step_end = lambda run_context: ends.append(run_context.original_args().mode)
-    also.epoch_end = lambda run_context: scores.append(  # type: ignore[method-assign]
-        run_context.original_args().eval_results["mse"])  # fmt: skip
-    model.fit(3, data, data, callbacks=[follows, also])
+    also = ms.train.LambdaCallback(on_eval_step_end=lambda run_context: ends.append(run_context.original_args().mode))
+    data, kept = batches(), ms.train.History()
+    model.fit(3, data, data, callbacks=[follows, also, kept])
     assert follows.steps == 3  # and then it stopped
     assert [entry[:2] for entry in follows.found] == [("eval", n + 1) for n in range(len(follows.found))]
-    assert [entry[2] for entry in follows.found] == scores
+    assert [entry[2] for entry in follows.found] == kept.history["eval_mse"]
     assert ends == ["eval"] * len(follows.found) * len(data) != []
 
 

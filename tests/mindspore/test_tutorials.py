@@ -48,7 +48,7 @@ def cifar(folder: Path) -> None:
 
 
 def _on_rank(folder: str) -> dict[str, Any]:
-    scores, net = program("lenet").main(folder)
+    history, net = program("lenet").main(folder)
     weights = [p.asnumpy() for p in net.get_parameters()]
     ms.reset_auto_parallel_context()
     losses, scales, _ = program("bert_loss_scale").main()
@@ -56,7 +56,7 @@ def _on_rank(folder: str) -> dict[str, Any]:
     wide, area, score = program("functional_loop").main(folder)
     ms.reset_auto_parallel_context()
     return {
-        "lenet": (list(scores), [own["loss"] for own in scores.values()], weights), "bert": (losses, scales),
+        "lenet": (history.epoch, history.history["eval_loss"], weights), "bert": (losses, scales),
         "gpt": program("gpt_parallel").main(), "wide": (wide, area, score),
     }  # fmt: skip
 
@@ -65,7 +65,7 @@ def test_programs_of_tutorials_on_two_ranks_are_those_of_one_process(run_ranks: 
     digits(tmp_path)
     one = _on_rank(str(tmp_path))
     two = run_ranks(_on_rank, 2, str(tmp_path), time_limit_seconds=120)
-    assert one["lenet"][0] == [1, 2]
+    assert one["lenet"][0] == {"epoch": [1, 2]}
     assert one["bert"][1] == [1024, 1024, 2048, 2048]  # the scale grows after two good steps
     assert one["gpt"][-1] < one["gpt"][0]
     for rank in two:

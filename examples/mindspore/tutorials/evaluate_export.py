@@ -88,18 +88,19 @@ def judge(folder, ranks):
     files = [f"{folder}/judged_{ranks}/rank_{rank}/net.ckpt" for rank in range(ranks)]
     ms.load_distributed_checkpoint(net, files)
     net.set_train(False)
-    matrix, precision = np.zeros((4, 4)), nn.Precision("classification")
+    matrix, precision = nn.ConfusionMatrix(num_classes=4), nn.Precision("classification")
+    matrix.clear()
     precision.clear()
     for batch in create_dataset().create_dict_iterator():
         logits = net(batch["data"])
-        np.add.at(matrix, (batch["first"].asnumpy(), logits.argmax(axis=1).asnumpy()), 1)
+        matrix.update(logits.argmax(axis=1), batch["first"])
         precision.update(ops.softmax(logits), batch["first"])
     example = Tensor(np.linspace(0, 1, 20).reshape(2, 10), ms.float32)
     name = f"{folder}/judged_{ranks}/net"
     ms.export(net, example, file_name=name, file_format="MINDIR")
     graph = nn.GraphCell(ms.load(f"{name}.mindir"))
     assert np.allclose(graph(example).asnumpy(), net(example).asnumpy(), atol=1e-6)
-    return matrix, precision.eval(), net(example).asnumpy()
+    return matrix.eval(), precision.eval(), net(example).asnumpy()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from shardwise.mindspore.train import (
     Callback,
     CheckpointConfig,
     EarlyStopping,
+    History,
+    LambdaCallback,
     LossMonitor,
     ModelCheckpoint,
     TimeMonitor,
@@ -53,20 +55,6 @@ class HuberByHand(nn.LossBase):
         gap = self.abs(logits - labels)
         inner = self.minimum(gap, Tensor(self.delta, ms.float32))
         return self.get_loss(0.5 * inner * inner + self.delta * (gap - inner))
-
-
-class Halve(Callback):
-    """Halves the learning rate after every epoch, and keeps the rates of all steps and the metrics of all epochs."""
-
-    def __init__(self, optimizer):
-        self.optimizer, self.rates, self.scores = optimizer, [], []
-
-    def on_train_step_end(self, run_context):
-        self.rates.append(float(self.optimizer.learning_rate.asnumpy()))
-
-    def on_train_epoch_end(self, run_context):
-        self.scores.append(run_context.original_args().eval_results)
-        ops.assign(self.optimizer.learning_rate, self.optimizer.learning_rate * 0.5)
 
 
 class KeepBest(Callback):
@@ -110,11 +98,14 @@ def main(folder, epochs=3):
     train, valid = create_dataset(32, 8 // ranks, ranks, rank), create_dataset(16, 8, seed=1)
     config = CheckpointConfig(save_checkpoint_steps=4, keep_checkpoint_max=2, saved_network=net, append_info=[
         "epoch_num", "step_num"])  # fmt: skip
-    halve = Halve(optimizer)
-    callbacks = [LossMonitor(2), TimeMonitor(), halve, KeepBest(f"{own}/best.ckpt"), EarlyStopping(
+    history, rates = History(), []
+    keep = LambdaCallback(on_train_step_end=lambda run_context: rates.append(float(optimizer.learning_rate.asnumpy())))
+    halve = LambdaCallback(on_train_epoch_end=lambda run_context: ops.assign(
+        optimizer.learning_rate, optimizer.learning_rate * 0.5))  # fmt: skip
+    callbacks = [LossMonitor(2), TimeMonitor(), history, keep, halve, KeepBest(f"{own}/best.ckpt"), EarlyStopping(
         monitor="eval_loss", patience=2), ModelCheckpoint("fit", own, config)]  # fmt: skip
     model.fit(epochs, train, valid, callbacks=callbacks, dataset_sink_mode=False)
-    assert halve.rates[0] == 2 * halve.rates[4] == 4 * halve.rates[8]
+    assert rates[0] == 2 * rates[4] == 4 * rates[8]
     assert sorted(os.listdir(own)) == ["best.ckpt", "fit-2_4.ckpt", "fit-3_4.ckpt"]
     # What goes on from the best file has its metrics.
     param_dict = ms.load_checkpoint(f"{own}/best.ckpt")
@@ -123,9 +114,8 @@ def main(folder, epochs=3):
     not_loaded, _ = ms.load_param_into_net(again, param_dict)
     assert not not_loaded
     score = judged.eval(valid, dataset_sink_mode=False)
-    assert np.isclose(score["r2"], halve.scores[best - 1]["r2"])
-    losses = [scores["loss"] for scores in halve.scores]
-    return losses, [score["r2"], score["mae"]], [p.asnumpy() for p in net.trainable_params()]
+    assert np.isclose(score["r2"], history.history["eval_r2"][best - 1])
+    return history.history["eval_loss"], [score["r2"], score["mae"]], [p.asnumpy() for p in net.trainable_params()]
 
 
 if __name__ == "__main__":

@@ -76,14 +76,15 @@ def main(folder, steps=4):
     missing, unused = ms.load_param_into_net(fresh, ms.load_checkpoint(f"{folder}/{rank}/wide_deep.ckpt"))
     assert not missing
     assert not unused
+    roc = nn.ROC(pos_label=1)
     ids, label = next(batches(1, 0, 1))
     score = ops.sigmoid(fresh.set_train(False)(ids))
-    of_right, of_wrong = (score.asnumpy()[label.asnumpy() == kind] for kind in (1, 0))
-    area = np.mean(of_right[:, None] > of_wrong)  # under the ROC curve: how often a right one is above a wrong one
+    roc.update(score, label)
+    false, true, _ = roc.eval()
     ms.export(fresh, ids, file_name=f"{folder}/{rank}/wide_deep", file_format="MINDIR")
     again = nn.GraphCell(ms.load(f"{folder}/{rank}/wide_deep.mindir"))
     assert np.allclose(again(ids).asnumpy(), fresh(ids).asnumpy())
-    return losses, float(area), score.asnumpy()
+    return losses, float(nn.auc(false, true)), score.asnumpy()
 
 
 if __name__ == "__main__":

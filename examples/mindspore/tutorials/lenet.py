@@ -12,7 +12,7 @@ import shardwise.mindspore.dataset.vision as vision
 from shardwise.mindspore import nn
 from shardwise.mindspore.common.initializer import Normal
 from shardwise.mindspore.communication import get_group_size, get_rank, init
-from shardwise.mindspore.train import Callback, EarlyStopping, LossMonitor, Model, ReduceLROnPlateau
+from shardwise.mindspore.train import EarlyStopping, History, LossMonitor, Model, ReduceLROnPlateau
 
 
 class LeNet5(nn.Cell):
@@ -43,17 +43,6 @@ def create_dataset(folder, usage, batch_size, rank=0, ranks=1):
     return dataset.batch(batch_size, drop_remainder=True)
 
 
-class Scores(Callback):
-    """Keeps the metrics of every epoch."""
-
-    def __init__(self):
-        self.of_epochs = {}
-
-    def on_train_epoch_end(self, run_context):
-        params = run_context.original_args()
-        self.of_epochs[params.cur_epoch_num] = params.eval_results
-
-
 def main(folder):
     init()
     rank, ranks = get_rank(), get_group_size()
@@ -64,11 +53,11 @@ def main(folder):
     loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
     model = Model(net, loss, nn.Momentum(net.trainable_params(), 0.05, 0.9), metrics={"acc": nn.Accuracy(), "loss"
                                                                                       : nn.Loss()})  # fmt: skip
-    scores = Scores()
-    callbacks = [LossMonitor(), scores, EarlyStopping("eval_loss", patience=3), ReduceLROnPlateau(patience=1)]
+    history = History()
+    callbacks = [LossMonitor(), history, EarlyStopping("eval_loss", patience=3), ReduceLROnPlateau(patience=1)]
     train = create_dataset(folder, "train", 8 // ranks, rank, ranks)
     model.fit(2, train, create_dataset(folder, "test", 8), callbacks=callbacks)
-    return scores.of_epochs, net
+    return history, net
 
 
 if __name__ == "__main__":

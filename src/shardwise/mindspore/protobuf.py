@@ -7,13 +7,14 @@ over values of the same tag. Appended texts have the type "str" and are UTF-32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import DTYPES
 
 VARINT, BYTES = 0, 2  # wire types
@@ -47,10 +48,35 @@ def read_fields(data: bytes) -> Iterator[tuple[int, Any]]:
         place += length
 
 
+def varint(value: int) -> bytes:
+    digits = bytearray()
+    while value > 127:
+        digits.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*digits, value])
+
+
+def number(field: int, value: int) -> bytes:
+    """Return a field with a number."""
+    return varint(field << 3 | VARINT) + varint(value)
+
+
+def message(field: int, value: bytes) -> bytes:
+    """Return a field with bytes, a text or a message."""
+    return varint(field << 3 | BYTES) + varint(len(value)) + value
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 _NAMES = "Float16 BFloat16 Float32 Float64 Int8 Int16 Int32 Int64 UInt8 Bool Complex64"
 TYPES = {name: DTYPES[name.lower()] for name in _NAMES.split()}
+NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+def is_zip(path: Path) -> bool:
+    """Return whether a file is one of ``torch.save``."""
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -84,3 +110,22 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
         what = f"{path} cannot be read as a checkpoint: {type(error).__name__} {error}"
         raise ValueError(problem(what, fix="a whole file that save_checkpoint of the reference wrote")) from error
     return tensors, texts
+
+
+def write_checkpoint(path: Path, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
+    """Write whole tensors and appended values."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for tag, value in {**tensors, **info}.items():
+            file.write(message(1, message(1, tag.encode()) + message(2, _tensor(tag, value))))
+
+
+def _tensor(tag: str, value: Any) -> bytes:
+    if isinstance(value, str):
+        return number(1, 0) + message(2, b"str") + message(3, value.encode("utf-32-le"))
+    tensor = as_torch(value).detach().cpu().contiguous()
+    if tensor.dtype not in NAMES:
+        raise ValueError(problem(f"{tag} is {tensor.dtype}", fix=f"one of {', '.join(TYPES)}"))
+    data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return b"".join(number(1, size) for size in tensor.shape) + message(2, NAMES[tensor.dtype].encode()) + (
+        message(3, data))  # fmt: skip

@@ -21,13 +21,20 @@ def dtype_to_nptype(type_: torch.dtype) -> Any:
     return torch.empty(0, dtype=type_).numpy().dtype.type
 
 
+def dtype_to_pytype(type_: torch.dtype) -> type:
+    """Return Python's type of a torch dtype."""
+    if type_ is bool_:
+        return bool
+    return complex if type_.is_complex else float if type_.is_floating_point else int
+
+
 def pytype_to_dtype(obj: Any) -> torch.dtype:
     """Return the torch dtype of a numpy or Python type."""
     return float32 if obj is float else dtype_of(np.dtype(obj).name)
 
 
 __all__ = [
-    "bfloat16", "bool_", "complex64", "complex128", "double", "dtype_to_nptype", "float16",
+    "bfloat16", "bool_", "complex64", "complex128", "double", "dtype_to_nptype", "dtype_to_pytype", "float16",
     "float32", "float64", "float_", "half", "int8", "int16", "int32", "int64", "int_", "pytype_to_dtype", "uint8",
     "uint16", "uint32", "uint64",
 ]  # fmt: skip

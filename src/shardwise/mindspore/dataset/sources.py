@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import enum
 import gzip
 import itertools
@@ -58,7 +59,11 @@ SAMPLERS = classes_of({
     "SequentialSampler": lambda rows, chance, *, start_index=None, num_samples=None: range(start_index or 0, rows),
     "SubsetRandomSampler": lambda rows, chance, *, indices, num_samples=None: chance.permutation(indices),
     "SubsetSampler": lambda rows, chance, *, indices, num_samples=None: indices,
-}, Sampler, __name__, checks={"indices": _listed})  # fmt: skip
+    "WeightedRandomSampler": lambda rows, chance, *, weights, num_samples=None, replacement=True: chance.choice(
+            len(weights), num_samples or len(weights), replacement, weights / weights.sum()),
+}, Sampler, __name__, checks={
+    "indices": _listed, "weights": lambda _, weights: np.asarray(weights, float),
+})  # fmt: skip
 globals().update(SAMPLERS)
 
 
@@ -212,6 +217,8 @@ def _shards(num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
 # Settings of file datasets after their own ones.
 ROWS = {"num_samples": None, "num_parallel_workers": None, "shuffle": None}
 PARTS = {"sampler": None, "num_shards": None, "shard_id": None, "cache": None}
+LINES = {"num_samples": None, "num_parallel_workers": None, "shuffle": True, "num_shards": None, "shard_id": None,
+         "cache": None}  # fmt: skip
 
 
 class Files(GeneratorDataset):
@@ -224,6 +231,8 @@ class Files(GeneratorDataset):
     def _take(self, values: dict[str, Any]) -> None:
         general = {name: values.pop(name) for name in (*ROWS, *PARTS) if name in values}
         general.pop("cache", None)
+        if self.settings["shuffle"] is True:  # lines of texts: None leaves them in the order of the file
+            general["shuffle"] = bool(general["shuffle"])
         rows, self._read, columns = self.listed(**values)
         made = {"source": rows, "column_names": list(columns), "column_types": None}
         super()._take({**GeneratorDataset.settings, **general, **made})
@@ -339,6 +348,32 @@ class ImageFolderDataset(Files, **SETTINGS["dataset.ImageFolderDataset"]):
 
     def num_classes(self) -> int:
         return len(self._numbers)
+
+
+class CSVDataset(Files, dataset_files=..., field_delim=",", column_defaults=None, column_names=None, **LINES):
+    """Lines of CSV files. ``column_defaults``: values with the types of the columns (else text); ``column_names``: by
+    default the first line."""
+
+    def listed(self, dataset_files: Any, field_delim: str, column_defaults: Any, column_names: Any) -> Any:
+        rows: list[tuple[Any, ...]] = []
+        for file in paths_of(dataset_files):
+            with open(file, newline="", encoding="utf-8") as lines:
+                listed = list(csv.reader(lines, delimiter=field_delim))
+            if column_names is None or tuple(listed[0]) == tuple(column_names):
+                column_names, listed = listed[0], listed[1:]
+            kinds = [str if value is None else type(value) for value in column_defaults or [None] * len(column_names)]
+            rows += [tuple(kind(text) for kind, text in zip(kinds, line, strict=True)) for line in listed]
+        return rows, None, column_names
+
+
+class TextFileDataset(Files, dataset_files=..., **LINES):
+    """Lines of files: the column "text"."""
+
+    columns = ("text",)
+
+    def listed(self, dataset_files: Any) -> Any:
+        lines = [line for path in paths_of(dataset_files) for line in path.read_text(encoding="utf-8").splitlines()]
+        return lines, None, self.columns
 
 
 class MindDataset(Files, dataset_files=..., columns_list=None, num_parallel_workers=None, shuffle=None, num_shards=None,
@@ -467,7 +502,7 @@ def _as_schema(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: 
 
 
 __all__ = [
-    "Cifar10Dataset", "Cifar100Dataset", "DatasetCache", "FashionMnistDataset", "GeneratorDataset",
+    "CSVDataset", "Cifar10Dataset", "Cifar100Dataset", "DatasetCache", "FashionMnistDataset", "GeneratorDataset",
     "ImageFolderDataset", "MindDataset", "MnistDataset", "NumpySlicesDataset", "PaddedDataset", "Sampler", "Schema",
-    "Shuffle", "TFRecordDataset", *SAMPLERS,
+    "Shuffle", "TFRecordDataset", "TextFileDataset", *SAMPLERS,
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from shardwise.mindspore.dataset.transforms import DTYPES, Array, Transform
 from shardwise.mindspore.named import Function, absent, classes_of
 
 try:
-    from PIL import Image, ImageEnhance, ImageOps
+    from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 except ImportError as error:
     what = "the MindSpore dialect reads images with Pillow: it is missing"
     raise ImportError(problem(what, fix='pip install "shardwise[mindspore]"')) from error
@@ -259,6 +259,27 @@ def _check_hue(name: str, hue: Any) -> Any:
     return hue
 
 
+def _inverted(image: Any, low: int = 0, high: int = 255) -> Any:
+    """Inversion of the byte values from ``low`` to ``high``. Raises TypeError for floats."""
+    array = np.asarray(image)
+    if array.dtype.kind == "f":
+        raise TypeError(problem(f"an image of {array.dtype} has no byte values", fix="ToType(np.uint8) before"))
+    return _like(np.where((low <= array) & (array <= high), 255 - array, array), image)
+
+
+def _random_solarized(image: Any, *, threshold: Any = (0, 255)) -> Any:
+    """Inversion of the values of a random part of ``threshold``; if its ends are equal, from there on."""
+    low, high = sorted(np.random.randint(threshold[0], threshold[1] + 1, 2))
+    return _inverted(image, low, 255 if low == high else high)
+
+
+def _blurred(image: Any, *, kernel_size: Any, sigma: Any = None) -> Any:
+    """Gaussian blur. The deviation ``sigma`` is by default OpenCV's."""
+    size, deviation = (value[0] if isinstance(value, (tuple, list)) else value for value in (kernel_size, sigma))
+    radius = float(deviation if deviation else 0.3 * ((size - 1) * 0.5 - 1) + 0.8)
+    return _by_pillow(image, lambda picture: picture.filter(ImageFilter.GaussianBlur(radius)))
+
+
 def _normalized(image: Any, *, mean: Any, std: Any, is_hwc: bool = True) -> Array:
     """Normalisation (x - mean) / std per channel, in float32. ``is_hwc``: channels are the last dim, else the first."""
     array = np.asarray(image).astype(np.float32)
@@ -291,7 +312,7 @@ FUNCTIONS: dict[str, Any] = {
     "CenterCrop": _centre, "ConvertColor": lambda image, *, convert_mode: (
         np.asarray(image)[..., ::-1] if "BGR" in convert_mode.value
         else _by_pillow(image, lambda picture: picture.convert(convert_mode.value[1]))),
-    "Decode": decoded, "Equalize": lambda image: _by_pillow(image, ImageOps.equalize),
+    "Decode": decoded, "Equalize": lambda image: _by_pillow(image, ImageOps.equalize), "GaussianBlur": _blurred,
     "HorizontalFlip": lambda image: _mirrored(image, 1), "HWC2CHW": lambda image: np.ascontiguousarray(
         np.moveaxis(np.asarray(image), -1, 0)),
     "Invert": lambda image: _like(255 - np.asarray(image), image), "Normalize": _normalized,
@@ -310,7 +331,7 @@ FUNCTIONS: dict[str, Any] = {
             image, degrees=_drawn(*_span(degrees)), resample=resample, expand=expand),
     "RandomSelectSubpolicy": _chosen, "RandomSharpness": lambda image, *, degrees=(0.1, 1.9): _enhanced(
         image, "Sharpness", _drawn(*degrees)),
-    "RandomVerticalFlip": _by_chance(lambda image: _mirrored(image, 0)),
+    "RandomSolarize": _random_solarized, "RandomVerticalFlip": _by_chance(lambda image: _mirrored(image, 0)),
     "Rescale": lambda image, *, rescale, shift: (
         np.asarray(image).astype(np.float32) * rescale + shift).astype(np.float32),
     "Resize": (None, _resized, {"checks": {name: check for name, check in CHECKS.items() if name != "size"}}),

@@ -88,6 +88,14 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
         return self.get_loss(self.softmax_cross_entropy(logits, labels.to(logits.dtype))[0])
 
 
+def _focal(logits: Any, labels: Any, weight: Any, gamma: float, reduction: str) -> Any:
+    """Return (1 - p)^gamma times the cross entropy (Lin et al. 2017, equation 5), over classes in dim 1."""
+    classes = labels.long() if labels.dim() < logits.dim() else labels.squeeze(1).long()
+    logarithm = logits.log_softmax(1).gather(1, classes.unsqueeze(1)).squeeze(1)
+    loss = -((1 - logarithm.exp()) ** gamma) * logarithm
+    return reduced(loss if weight is None else loss * as_torch(weight)[classes], reduction)
+
+
 # Labels are class indices over dim 1 (cross entropy also takes probabilities), or probabilities in binary ones.
 CLASSES = classes_of({
     **of_functions(TABLES["nn"]["losses"]),
@@ -100,6 +108,8 @@ CLASSES = classes_of({
     zero_infinity=False: F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
     "DiceLoss": lambda logits, labels, *, smooth=1e-5: 1 - 2 * (logits * labels).sum() / (
         logits.square().sum() + labels.square().sum() + smooth),
+    "FocalLoss": lambda logits, labels, *, weight=None, gamma=2.0, reduction="mean": _focal(
+        logits, labels, weight, gamma, reduction),
     "MultilabelMarginLoss": lambda x, target, *, reduction="mean": F.multilabel_margin_loss(
         x, target.long(), reduction=reduction),
     "MultiMarginLoss": lambda x, target, *, p=1, margin=1.0, reduction="mean", weight=None: F.multi_margin_loss(

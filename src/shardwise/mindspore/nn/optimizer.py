@@ -91,6 +91,15 @@ class Optimizer:
         rates = [Tensor(rate(self._steps), torch.float64) for rate in self.rates]
         return self._of_groups(rates) if self.is_group_lr else rates[0]
 
+    def get_lr_parameter(self, param: Any) -> Any:
+        """Return the learning rate of a parameter in the next step; for several parameters, a list."""
+        if isinstance(param, (tuple, list)):
+            return [self.get_lr_parameter(parameter) for parameter in param]
+        for group, rate in zip(self.groups, self.rates, strict=True):
+            if any(parameter is param for parameter in group["params"]):
+                return Tensor(rate(self._steps), torch.float64)
+        raise ValueError(problem(f"{type(self).__name__} has no {param!r}", fix="one of its parameters"))
+
     @property
     def learning_rate(self) -> Any:
         """Return the learning rate of the next step: a parameter, which may be assigned to; for a schedule, a tensor. A
@@ -381,6 +390,8 @@ def _check_range(schedule: Any) -> None:
 CLASSES = classes_of({
     "ExponentialDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
         learning_rate * decay_rate ** float(step // decay_steps if is_stair else step / decay_steps)),
+    "NaturalExpDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
+        learning_rate * math.exp(-decay_rate * (step - (step % decay_steps if is_stair else 0)))),
     "PolynomialDecayLR": lambda step, *, learning_rate, end_learning_rate, decay_steps, power,
     update_decay_steps=False: (learning_rate - end_learning_rate) * (1 - min(step / (
         decay_steps * (max(math.ceil(step / decay_steps), 1) if update_decay_steps else 1)), 1.0)) ** power + (

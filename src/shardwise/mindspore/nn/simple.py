@@ -128,6 +128,8 @@ def _range(start: Any, limit: Any, delta: Any) -> torch.Tensor:
 CELLS: dict[str, Any] = {
     **of_functions(TABLES["nn"]["cells"]),
     # -- image quality
+    "ImageGradients": lambda images: (  # between a pixel and the one below, and the one on the right
+        F.pad(images.diff(dim=2), (0, 0, 0, 1)), F.pad(images.diff(dim=3), (0, 1))),
     "PSNR": lambda img1, img2, *, max_val=1.0: 10 * torch.log10(max_val**2 / (img1 - img2).square().mean((1, 2, 3))),
     "SSIM": lambda img1, img2, *, max_val=1.0, filter_size=11, filter_sigma=1.5, k1=0.01, k2=0.03: _similar(
         img1, img2, max_val, filter_size, filter_sigma, k1, k2),

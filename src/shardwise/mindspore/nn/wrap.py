@@ -250,6 +250,17 @@ class MicroBatchInterleaved(Cell):
         return torch.stack([self.network(*part) for part in zip(*parts, strict=True)]).sum(0)
 
 
+class TimeDistributed(Cell):
+    """A layer applied to every step of the dim ``time_axis``."""
+
+    def __init__(self, layer: Any, time_axis: int, reshape_with_axis: int | None = None) -> None:
+        super().__init__()
+        self.layer, self.time_axis = layer, time_axis
+
+    def construct(self, inputs: Any) -> Any:
+        return torch.stack([self.layer(step) for step in inputs.unbind(self.time_axis)], self.time_axis)
+
+
 class PipelineCell(Cell):
     """The sum of a network's losses over ``micro_size`` micro-batches of its batch. With ``pipeline_stages`` its cells
     run in their stages (``pipeline_stage``), several micro-batches at a time. Then the sum is a scalar; a loss vector
@@ -323,6 +334,6 @@ class PipelineGradReducer(Cell):
 Pipeline, GradAccumulation = PipelineCell, GradAccumulationCell  # newer names, in mindspore.parallel.nn
 __all__ = [
     "DistributedGradReducer", "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell", "GradAccumulationCell",
-    "MicroBatchInterleaved", "PipelineCell", "PipelineGradReducer", "TrainOneStepCell",
-    "TrainOneStepWithLossScaleCell", "WithEvalCell", "WithLossCell",
+    "MicroBatchInterleaved", "PipelineCell", "PipelineGradReducer", "TimeDistributed",
+    "TrainOneStepCell", "TrainOneStepWithLossScaleCell", "WithEvalCell", "WithLossCell",
 ]  # fmt: skip

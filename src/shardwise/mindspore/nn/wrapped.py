@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import generator
 from shardwise.mindspore.named import TABLES, bound_to, constructor, parameters_of
 from shardwise.mindspore.nn.cell import Cell
@@ -124,6 +125,15 @@ def _by_steps(module: Any, x: Any, hx: Any, lengths: Any) -> tuple[Any, Any]:
     return rows.transpose(0, 1) if module.batch_first else rows, last if is_lstm else last[0]
 
 
+def _filled(module: nn.Module, **inits: Any) -> nn.Module:
+    """Initialise parameters of a module again, where ``inits`` are not None."""
+    for name, init in inits.items():
+        if init is not None:
+            parameter = module.get_parameter(name)
+            parameter.data.copy_(initializer(init, tuple(parameter.shape), parameter.dtype))
+    return module
+
+
 def _maker(name: str, **fixed: Any) -> Callable[..., nn.Module]:
     """Return a function that makes a torch module of the reference's arguments, which are torch's but for has_bias."""
     kind, order = getattr(nn, name), Signature(parameters_of(TABLES["settings"][f"nn.{name}"].split()))
@@ -139,13 +149,19 @@ def _maker(name: str, **fixed: Any) -> Callable[..., nn.Module]:
 
 
 _FIXED = {"TransformerEncoder": {"enable_nested_tensor": False}}
+WRAPPED: dict[str, Callable[..., nn.Module]] = {
+    "BiDense": lambda in1_channels, in2_channels, out_channels, weight_init=None, bias_init=None, has_bias=True,
+    dtype=None: _filled(nn.Bilinear(in1_channels, in2_channels, out_channels, has_bias, dtype=dtype),
+                        weight=weight_init, bias=bias_init),
+    **{name: _maker(name, **_FIXED.get(name, {})) for name in (
+        "GRUCell", "LSTMCell", "RNNCell", "MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer",
+        "TransformerEncoder", "TransformerDecoder", "Transformer")},
+}  # fmt: skip
+RECURRENT = {name: _maker(name) for name in ("GRU", "LSTM", "RNN")}
 _DOC = "Torch's module, with the reference's arguments."
 CLASSES: dict[str, type[Cell]] = {
-    name: type(name, (base,), {
-        "make": staticmethod(_maker(name, **_FIXED.get(name, {}))), "__module__": __name__, "__doc__": _DOC})
-    for base, names in ((Wrapped, """GRUCell LSTMCell RNNCell MultiheadAttention TransformerEncoderLayer
-        TransformerDecoderLayer TransformerEncoder TransformerDecoder Transformer"""), (_Recurrent, "GRU LSTM RNN"))
-    for name in names.split()
+    name: type(name, (base,), {"make": staticmethod(make), "__module__": __name__, "__doc__": _DOC})
+    for base, table in ((Wrapped, WRAPPED), (_Recurrent, RECURRENT)) for name, make in table.items()
 }  # fmt: skip
 globals().update(CLASSES)
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore import calls
+from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import TABLES, Function, absent, translated
 from shardwise.mindspore.ops import indexing
@@ -106,6 +107,15 @@ def distinct(input: Tensor) -> tuple[Tensor, Tensor]:
     return values[order], order.argsort()[inverse].reshape(input.shape).to(torch.int32)
 
 
+def _lrn(x: Tensor, depth_radius: int = 5, bias: float = 1.0, alpha: float = 1.0, beta: float = 0.5,
+    norm_region: str = "ACROSS_CHANNELS",
+) -> Tensor:  # fmt: skip
+    """Return x / (bias + alpha * the sum of squares of the channels up to ``depth_radius`` away)**beta."""
+    one_of("ACROSS_CHANNELS")("norm_region", norm_region)
+    width = 2 * depth_radius + 1  # torch divides alpha by it
+    return F.local_response_norm(x, width, alpha * width, beta, bias)
+
+
 # Updates at indices that combine with the present values. ``tensor_scatter_*`` and ``scatter_nd_*`` address elements
 # (or slices) by the last dim of ``indices``, ``scatter_*`` slices along dim 0. ``unsorted_segment_*`` reduce slices
 # that share an id.
@@ -167,6 +177,8 @@ FUNCTIONS: dict[str, Function] = {
     "swiglu": lambda input, dim=-1: F.silu(input.chunk(2, dim)[0]) * input.chunk(2, dim)[1],
     # -- products
     "matrix_diag_part": lambda x: torch.diagonal(x, dim1=-2, dim2=-1),
+    "batch_dot": lambda x1, x2, axes=None: torch.einsum("b...i,bi...->b...", x1, x2) if axes is None
+    else torch.stack([torch.tensordot(a, b, ([axes[0] - 1], [axes[1] - 1])) for a, b in zip(x1, x2, strict=True)]),
     "bias_add": lambda input_x, bias: input_x + bias.reshape(-1, *(1,) * (input_x.dim() - 2)),
     "cross": lambda input, other, dim=None: torch.linalg.cross(
         input, other, dim=_first_of_three(input) if dim is None else dim),
@@ -175,6 +187,7 @@ FUNCTIONS: dict[str, Function] = {
     # -- reductions
     "lp_norm": lambda input, axis, p=2, keep_dims=False, epsilon=1e-12: torch.linalg.vector_norm(
         input, p, axis, keepdim=keep_dims).clamp(min=epsilon),
+    "lrn": _lrn,
     "count_nonzero": lambda x, axis=(), keep_dims=False, dtype=torch.int32: torch.sum(
         x != 0, dims_of(x, axis), keepdim=keep_dims, dtype=type_of(dtype)),
     "max": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.max),

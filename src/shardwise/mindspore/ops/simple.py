@@ -15,12 +15,12 @@ from shardwise.mindspore.checks import note
 from shardwise.mindspore.loss_scale import clear_status, init_status, read_status
 from shardwise.mindspore.named import TABLES, Function, classes_of
 from shardwise.mindspore.ops.functions import FUNCTIONS
-from shardwise.mindspore.ops.images import bilinear, mirrored, nearest, pool
+from shardwise.mindspore.ops.images import bilinear, mirrored, nearest, pool, transposed
 from shardwise.mindspore.ops.networks import attention, classes_loss, suppressed
 from shardwise.mindspore.ops.of_torch import of_functions
 from shardwise.mindspore.ops.primitive import Primitive, Simple
 from shardwise.mindspore.tensor import Tensor
-from shardwise.mindspore.tensor_methods import dtype_of
+from shardwise.mindspore.tensor_methods import dims_of, dtype_of
 
 
 def _depth_to_space(x: Any, block: int) -> Any:
@@ -109,9 +109,16 @@ SIMPLE: dict[str, Any] = {
     "SpaceToDepth": lambda x, *, block_size: x.reshape(
         *x.shape[:2], x.shape[2] // block_size, block_size, x.shape[3] // block_size, block_size
     ).permute(0, 3, 5, 1, 2, 4).flatten(1, 3),
+    # -- reductions
+    "ReduceStd": lambda x, *, axis=(), unbiased=True, keep_dims=False: (
+        torch.std(x, dims_of(x, axis), correction=int(unbiased), keepdim=keep_dims),
+        torch.mean(x, dims_of(x, axis), keepdim=keep_dims)),
     # -- networks
     "Conv3D": lambda x, weight, *, out_channel, kernel_size, mode=1, pad_mode="valid", pad=0, stride=1, dilation=1,
     group=1: F.conv3d(x, weight, None, stride, pad if pad_mode == "pad" else pad_mode, dilation, group),
+    "Conv3DTranspose": lambda x, weight, bias=None, *, in_channel, out_channel, kernel_size, mode=1, pad_mode="valid",
+    pad=0, stride=1, dilation=1, group=1, output_padding=0: transposed(
+        x, weight, stride, pad_mode, (pad,) * 6 if isinstance(pad, int) else pad, output_padding, dilation, group),
     "Dropout2D": lambda x, *, keep_prob=0.5: (y := F.dropout2d(x, 1 - keep_prob, True), y != 0),
     "FlashAttentionScore": lambda query, key, value, real_shift=None, drop_mask=None, padding_mask=None, attn_mask=None,
     prefix=None, *, head_num, keep_prob=1.0, scale_value=1.0, pre_tokens=2**31 - 1, next_tokens=2**31 - 1,

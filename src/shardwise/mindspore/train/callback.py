@@ -177,6 +177,17 @@ class TimeMonitor(WithSettings, Callback, data_size=None, data_time=False):
         print_line(f"Train epoch time: {milliseconds:5.3f} ms, per step time: {milliseconds / steps:5.3f} ms")
 
 
+class LambdaCallback(Callback):
+    """A callback of functions: ``LambdaCallback(on_train_step_end=lambda run_context: ...)``."""
+
+    def __init__(self, **functions: Any) -> None:
+        for name, function in functions.items():
+            if not hasattr(Callback, name):
+                raise ValueError(problem(f"callbacks have no method {name!r}", fix="such as on_train_step_end"))
+            if function is not None:
+                setattr(self, name, function)
+
+
 @dataclass
 class CheckpointConfig:
     """Settings of checkpoints. Files are written before training goes on, and are not encrypted: ValueError for a key.
@@ -485,7 +496,27 @@ class LearningRateScheduler(WithSettings, Callback, learning_rate_function=...):
             params.optimizer.learning_rate = float(rate)
 
 
+class History(Callback):
+    """Record of training. ``epoch``: epoch numbers; ``history``: losses at their ends, and metrics."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[Any]] = {}
+        self.epoch: dict[str, list[int]] = {}
+
+    def begin(self, run_context: RunContext) -> None:
+        if run_context.original_args().mode == "train":
+            self.history, self.epoch = {}, {"epoch": []}
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        self.epoch["epoch"].append(params.cur_epoch_num)
+        self.history.setdefault("net_output", []).append(loss_value(params.net_outputs))
+        for name, value in params.eval_results.items():
+            self.history.setdefault(f"eval_{name}", []).append(value)
+
+
 __all__ = [
-    "Callback", "CheckpointConfig", "EarlyStopping", "LearningRateScheduler", "LossMonitor", "ModelCheckpoint",
-    "ReduceLROnPlateau", "RunContext", "SummaryCollector", "SummaryRecord", "TimeMonitor",
+    "Callback", "CheckpointConfig", "EarlyStopping", "History", "LambdaCallback", "LearningRateScheduler",
+    "LossMonitor", "ModelCheckpoint", "ReduceLROnPlateau", "RunContext", "SummaryCollector", "SummaryRecord",
+    "TimeMonitor",
 ]  # fmt: skip

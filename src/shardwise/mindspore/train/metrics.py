@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import closest, from_on
+from shardwise.mindspore.checks import closest, from_on, one_of
 from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of
 
 Array = np.ndarray[Any, Any]
@@ -74,7 +74,8 @@ class _Kept(WithSettings, Metric):
     """A metric of all updates: ``function`` of every input of ``update``, with batches concatenated, and settings."""
 
     function: Function
-    checks: ClassVar = {"eval_type": _eval_type, "k": partial(from_on, low=1)}
+    checks: ClassVar = {"eval_type": _eval_type, "k": partial(from_on, low=1),
+                        "normalize": one_of("no_norm", "target", "prediction", "all")}  # fmt: skip
 
     def _settle(self) -> None:
         self.clear()
@@ -148,13 +149,66 @@ def _in_top(output: Array, label: Array, *, k: int) -> float:
     return float((best == _classes(output, label).reshape(-1, 1)).any(1).mean())
 
 
+def _perplexity(output: Array, label: Array, *, ignore_label: Any = None) -> float:
+    """The exponential of the mean negative log-probability of the labels. ``ignore_label``: a label that is not
+    counted."""
+    output, label = output.reshape(-1, output.shape[-1]), label.reshape(-1).astype(int)
+    counted = np.ones(label.shape, bool) if ignore_label is None else label != ignore_label
+    chosen = output[np.arange(len(label)), np.where(counted, label, 0)][counted]
+    return float(np.exp(-np.log(np.maximum(chosen, 1e-10)).mean()))
+
+
+def _confusion(
+    output: Array, label: Array, *, num_classes: int, normalize: Any = "no_norm", threshold: Any = 0.5
+) -> Any:
+    """Counts of (label, prediction). ``normalize``: "no_norm", "target", "prediction" or "all"."""
+    if output.ndim == label.ndim + 1:
+        output = output.argmax(1)
+    elif output.dtype.kind == "f":
+        output = output >= threshold
+    matrix = np.zeros((num_classes,) * 2)
+    np.add.at(matrix, (label.reshape(-1).astype(int), output.reshape(-1).astype(int)), 1)
+    if normalize == "no_norm":
+        return matrix
+    axis = {"target": 1, "prediction": 0, "all": None}[normalize]
+    return _ratio(matrix, np.broadcast_to(matrix.sum(axis, keepdims=True), matrix.shape))
+
+
+def _roc(output: Array, label: Array, *, class_num: Any = None, pos_label: Any = None) -> Any:
+    """The ROC curve of a score: false positive rates, true positive rates, thresholds. ``class_num``: number of
+    classes; with several, each result is a list with one entry per class. ``pos_label``: the positive label."""
+    if class_num is None or class_num < 2 or output.ndim == 1:
+        return _curve(output.reshape(-1), label.reshape(-1) == (1 if pos_label is None else pos_label))
+    curves = [_curve(output[:, c], label.reshape(-1) == c) for c in range(class_num)]
+    return tuple(map(list, zip(*curves, strict=True)))
+
+
+def _curve(score: Array, right: Array) -> tuple[Array, Array, Array]:
+    order = np.argsort(-score, kind="stable")
+    score, right = score[order], right[order]
+    ends = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)
+    hits, wrong = np.cumsum(right)[ends], np.cumsum(~right)[ends]
+    false, true = (np.append(0, counts) / max(counts[-1], 1) for counts in (wrong, hits))
+    return false, true, np.append(score[0] + 1, score[ends])
+
+
+def auc(x: Any, y: Any, reorder: bool = False) -> float:
+    """Return the area under a curve by the trapezoidal rule."""
+    x, y = np.asarray(x), np.asarray(y)
+    if reorder:
+        order = np.lexsort((y, x))
+        x, y = x[order], y[order]
+    return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2))
+
+
 def _far(power: int) -> Function:
     return lambda x, y: float((np.abs(x.reshape(y.shape) - y) ** power).sum() / len(y))
 
 
 CLASSES: dict[str, Any] = {
     **classes_of({
-        "Accuracy": _accuracy, "MAE": _far(1), "MSE": _far(2), "TopKCategoricalAccuracy": _in_top,
+        "Accuracy": _accuracy, "ConfusionMatrix": _confusion, "MAE": _far(1), "MSE": _far(2), "Perplexity": _perplexity,
+        "ROC": _roc, "TopKCategoricalAccuracy": _in_top,
         "Top1CategoricalAccuracy": lambda output, label: _in_top(output, label, k=1),
         "Top5CategoricalAccuracy": lambda output, label: _in_top(output, label, k=5),
     }, _Kept, __name__),
@@ -188,4 +242,4 @@ def metrics_of(argument: Any) -> dict[str, Metric]:
     return {name: get_metric_fn(name) for name in ([argument] if isinstance(argument, str) else argument)}
 
 
-__all__ = ["Metric", "get_metric_fn", "rearrange_inputs", *CLASSES]
+__all__ = ["Metric", "auc", "get_metric_fn", "rearrange_inputs", *CLASSES]

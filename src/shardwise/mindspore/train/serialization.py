@@ -16,7 +16,7 @@ from torch import nn
 from shardwise import Mesh, Plan, rank
 from shardwise.errors import listed, problem
 from shardwise.mindspore import calls, context, protobuf
-from shardwise.mindspore.checks import note, one_of, unknown_words
+from shardwise.mindspore.checks import note, unknown_words
 from shardwise.mindspore.holding import (
     Held,
     boxes_of,
@@ -50,7 +50,7 @@ class Slice(Parameter):
 def save_checkpoint(
     save_obj: nn.Module | dict[str, Any] | list[dict[str, Any]], ckpt_file_name: str, integrated_save: bool = False,
     async_save: bool = False, append_dict: dict[str, Any] | None = None, optimizer: Optimizer | None = None, *,
-    choice_func: Callable[[str], bool] | None = None, **settings: Any,
+    choice_func: Callable[[str], bool] | None = None, format: str = "ckpt", **settings: Any,
 ) -> None:  # fmt: skip
     """Write the parameters of a cell to the checkpoint of this rank.
 
@@ -62,12 +62,16 @@ def save_checkpoint(
         integrated_save: save whole tensors; all ranks must call it then.
         async_save: accepted; the file is written before this returns.
         choice_func: returns whether to save the parameter of a name.
+        format: "ckpt", or "mindspore": whole tensors in a file that the reference reads; all ranks must call it then.
 
     Raises:
         NotImplementedError: for ``enc_key``, as files are not encrypted.
     """
     _check_settings(settings)
-    one_of("ckpt")("format", settings.get("format", "ckpt"))
+    if format not in ("ckpt", "mindspore"):
+        fix = "ckpt, or mindspore for the reference's own files; safetensors.torch.save_file writes the other"
+        raise ValueError(problem(f"format is {format!r}", fix=fix))
+    integrated_save = integrated_save or format == "mindspore"
     if isinstance(save_obj, nn.Module):
         trains = getattr(save_obj, "optimizer", None)
         optimizer = optimizer or (trains if isinstance(trains, Optimizer) else None)
@@ -89,7 +93,12 @@ def save_checkpoint(
         else:
             continue
         entries[name] |= ({} if owner is tensor else {"state": True}) | {"path": paths.get(id(owner), name)}
-    write(_with_suffix(ckpt_file_name, ".ckpt"), entries, append_dict or {}, rank())
+    path = _with_suffix(ckpt_file_name, ".ckpt")
+    if format == "mindspore":
+        whole = {name: entry["data"] for name, entry in entries.items() if not name.startswith("step.")}
+        protobuf.write_checkpoint(path, whole, append_dict or {})
+    else:
+        write(path, entries, append_dict or {}, rank())
 
 
 def async_ckpt_thread_status() -> bool:
@@ -184,9 +193,7 @@ def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
     if not path.exists():
         raise ValueError(problem(f"there is no checkpoint {path}", fix="each rank has its own: .../<rank>/<name>.ckpt"))
     content: Any
-    with path.open("rb") as opened:
-        is_zip = opened.read(2) == b"PK"  # of torch.save
-    if not is_zip:
+    if not protobuf.is_zip(path):
         tensors, texts = protobuf.read_checkpoint(path)
         entries = {name: {"data": tensor} for name, tensor in tensors.items()}
         content = {"format": FORMAT, "parameters": entries, "info": texts, "rank": 0}
