@@ -27,8 +27,8 @@ from shardwise.mindspore.amp import (
 )
 from shardwise.mindspore.context import reset_auto_parallel_context, set_auto_parallel_context
 from shardwise.mindspore.nn.wrap import DistributedGradReducer
-from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
 from shardwise.mindspore.ops.communication import counting
+from shardwise.mindspore.ops.composite import clip_by_global_norm, clip_by_value
 
 RunRanks = Callable[..., list[Any]]
 

@@ -124,7 +124,6 @@ def test_optimizers_of_ones_own_and_rates_that_are_assigned_to() -> None:
     sums = 0.5 * np.array([1, 1.9, 1 + 0.9 * 1.9])
     np.testing.assert_allclose(weights[0][0].asnumpy(), np.linspace(1, 2, 4) - sums @ rates, rtol=1e-14)
     assert nn.NaturalExpDecayLR(0.1, 0.9, 4)(2) == pytest.approx(0.1 * np.exp(-1.8))
-    assert nn.InverseDecayLR(0.1, 0.5, 4)(2) == pytest.approx(0.1 / 1.25)
 
 
 _decayed = ops.MultitypeFuncGraph("decayed")

@@ -203,7 +203,6 @@ def test_rates_as_lists() -> None:
     assert nn.exponential_decay_lr(0.1, 0.9, 6, 2, 1) == pytest.approx([0.1, 0.1, 0.09, 0.09, 0.081, 0.081])
     assert nn.exponential_decay_lr(0.1, 0.9, 6, 1, 3, True) == pytest.approx([0.1] * 3 + [0.09] * 3)
     assert nn.natural_exp_decay_lr(0.1, 0.9, 6, 2, 2, True) == pytest.approx([0.1] * 4 + [0.1 * math.exp(-1.8)] * 2)
-    assert nn.inverse_decay_lr(0.1, 0.5, 6, 1, 1, True) == pytest.approx([0.1 / (1 + 0.5 * i) for i in range(6)])
     assert nn.cosine_decay_lr(0.01, 0.1, 6, 2, 2) == pytest.approx([0.1, 0.1, 0.055, 0.055, 0.01, 0.01])
     assert nn.polynomial_decay_lr(0.1, 0.01, 6, 2, 2, 0.5) == pytest.approx(
         [0.1, 0.1, 0.0736396, 0.0736396, 0.01, 0.01]

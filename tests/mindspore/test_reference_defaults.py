@@ -165,12 +165,6 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "avg_pool1d": (lambda: ops.avg_pool1d(P, 2), lambda: (P[:, :-1] + P[:, 1:]) / 2),
     "avg_pool3d": (lambda: ops.avg_pool3d(P[None, None], 1), lambda: P[None, None]),
     "cross": (lambda: ops.cross(FIRST, SECOND), lambda: torch.linalg.cross(FIRST, SECOND, dim=0)),
-    "Median": (lambda: ops.Median()(Tensor(P)), lambda: tuple(P.median(0))),
-    "Median of all": (lambda: ops.Median(True)(Tensor(P))[0], lambda: P.median()),
-    "Median without nan": (lambda: ops.Median(False, 1, True, True)(X)[0], lambda: X.nanmedian(1, True)[0]),
-    "SearchSorted": (
-        lambda: ops.SearchSorted(torch.int32)(torch.tensor([1, 2, 3]), torch.tensor([2])),
-        lambda: torch.tensor([1], dtype=torch.int32)),
     "TruncatedNormal": (lambda: ops.TruncatedNormal(torch.float16)((3,)).dtype, lambda: torch.float16),
     "layer_norm": (
         lambda: ops.layer_norm(P, (3,), P[0], P[1]), lambda: F.layer_norm(P, (3,), P[0], P[1])),

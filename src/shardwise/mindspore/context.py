@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from shardwise.mindspore.checks import checks_of, flag, known_name, note, one_of
 from shardwise.mindspore.named import TABLES
 from shardwise.mindspore.options import ALIASES, AlgoParameters, CostModel, Options, ParallelMode
 
+Kind = TypeVar("Kind")
 GRAPH_MODE, PYNATIVE_MODE = 0, 1
 GIGABYTE = 2**30
 MACHINE = "machine"  # topic of the note that this machine differs from the program's target
@@ -68,18 +69,22 @@ class Settings:
         return round(float(self.max_device_memory.removesuffix("GB")) * GIGABYTE)
 
 
-class _Part:
+class _Part(Generic[Kind]):
     """A part of the context: a frozen dataclass of options, of which all that are given are set, or none."""
 
-    def __init__(self, kind: type[Any], title: str) -> None:
+    def __init__(self, kind: type[Kind], title: str) -> None:
         self.kind, self.title, self.checks, self.value = kind, title, checks_of(kind), kind()
+
+    def now(self) -> Kind:
+        """Return all options, which are frozen."""
+        return self.value
 
     def assign(self, **values: Any) -> None:
         """Set options. Raises TypeError or ValueError for wrong ones."""
         for name in values:
             known_name(name, self.checks, f"set_{self.title}")
         stored = {name: self.checks[name](name, value) for name, value in values.items()}
-        self.value = replace(self.value, **stored)
+        self.value = replace(cast(Any, self.value), **stored)
 
     def get(self, name: str) -> Any:
         """Return an option."""
@@ -96,33 +101,15 @@ _algo, _cost = _Part(AlgoParameters, "algo_parameters"), _Part(CostModel, "cost_
 set_algo_parameters, get_algo_parameters, reset_algo_parameters = _algo.assign, _algo.get, _algo.reset
 set_cost_model_context, get_cost_model_context, reset_cost_model_context = _cost.assign, _cost.get, _cost.reset
 reset_auto_parallel_context = _options.reset
+settings, options, algo_parameters = _settings.now, _options.now, _algo.now
 # Settings of the reference without effect here, and the reasons. In the reference they change no result either.
 _IDLE = {name: reason for reason, names in TABLES["context"]["idle"].items() for name in names.split()}
 _kept: dict[str, Any] = {}  # values of settings without effect
 
 
-def settings() -> Settings:
-    """Return the settings of ``set_context``."""
-    settings: Settings = _settings.value
-    return settings
-
-
-def options() -> Options:
-    """Return the options of ``set_auto_parallel_context``."""
-    options: Options = _options.value
-    return options
-
-
-def algo_parameters() -> AlgoParameters:
-    """Return the parameters of ``set_algo_parameters``."""
-    parameters: AlgoParameters = _algo.value
-    return parameters
-
-
 def message_bytes(gradient_bytes: int) -> int:
     """Return the size limit of messages of gradients, of so many bytes in all; 0: every gradient has its own."""
-    num_bytes: int = _cost.value.message_bytes(gradient_bytes, options().bucket_bytes)
-    return num_bytes
+    return _cost.value.message_bytes(gradient_bytes, options().bucket_bytes)
 
 
 def set_context(**values: Any) -> None:

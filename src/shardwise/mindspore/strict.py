@@ -50,12 +50,8 @@ def nested(name: str, role: str, strategy: Any, out_strategy: Any = None) -> Str
     return tuple(tuple(counts) for counts in strategy)
 
 
-def check_form(primitive: Primitive, strategy: Strategy, shapes: Shapes) -> None:
-    """Check for one tuple per input with one number per dim, or none at all. Raises StrategyError for anything else."""
-    refuse(primitive.title, _faults_of_form(strategy, shapes))
-
-
-def _faults_of_form(strategy: Strategy, shapes: Shapes) -> Faults:
+def faults_of_form(strategy: Strategy, shapes: Shapes) -> Faults:
+    """Yield anything but one tuple per input with one number per dim, or none at all."""
     inputs = list(map(list, shapes))
     if len(strategy) != len(shapes):
         what = f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(shapes)}"
@@ -68,20 +64,11 @@ def _faults_of_form(strategy: Strategy, shapes: Shapes) -> Faults:
         yield what, "numbers for one of them; without a strategy the operator splits its batch"
 
 
-def check(
+def faults(
     primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], devices: int, *, even: bool
-) -> None:
-    """Run the checks that all operators share, in the order of the reference, and then the operator's own. ``even``:
-    run also those of strict mode, which are most.
-
-    Raises StrategyError with the operator, the numbers and a fix.
-    """
-    refuse(primitive.title, _faults(primitive, strategy, shapes, args, devices, even))
-
-
-def _faults(
-    primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], devices: int, even: bool
 ) -> Faults:
+    """Yield the faults that all operators share, in the order of the reference, and the operator's own. ``even``: also
+    those of strict mode, which are most."""
     if even and not primitive.splittable:
         what = f"the strategy is {strategy}, but {primitive.name} takes none: its layout is that of its neighbours"
         yield what, "shard the operator before it or behind it, or set_auto_parallel_context(strict=False)"

@@ -56,11 +56,6 @@ def _truncated(tensor: Tensor, random: Any, *, sigma: float = 0.01, mean: float 
     return torchs.trunc_normal_(tensor, mean, sigma, mean + sigma * a, mean + sigma * b, generator=random)
 
 
-def _check_nonlinearity(name: str, nonlinearity: Any) -> Any:
-    torchs.calculate_gain(nonlinearity)  # raises ValueError
-    return nonlinearity
-
-
 def _drawn(tensor: Tensor, random: Any, scale: float, mode: str, distribution: str) -> Tensor:
     """Draw values of the variance ``scale / fan``; a truncated normal is cut at two deviations."""
     fan_in, fan_out = _fans(tensor)
@@ -80,7 +75,8 @@ def _he(distribution: str) -> Function:
 
 
 _CHECKS = {
-    "mode": one_of("fan_in", "fan_out", "fan_avg"), "nonlinearity": _check_nonlinearity,
+    "mode": one_of("fan_in", "fan_out", "fan_avg"),
+    "nonlinearity": lambda _, word: (word, torchs.calculate_gain(word))[0],  # which raises ValueError for others
     "distribution": one_of("truncated_normal", "untruncated_normal", "uniform"),
 }  # fmt: skip
 _HE = {"checks": _CHECKS | {"mode": one_of("fan_in", "fan_out")}}

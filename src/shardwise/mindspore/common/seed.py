@@ -28,9 +28,7 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def manual_seed(seed: int) -> None:
-    """Seed torch's generator alone, that of dropout and of random functions."""
-    torch.manual_seed(seed)
+manual_seed = torch.manual_seed  # seeds torch's generator alone, that of dropout and of random functions
 
 
 def get_seed() -> int | None:

@@ -29,11 +29,6 @@ def _with_handle(result: Any, async_op: bool) -> Any:
     return result, Done() if async_op else None
 
 
-def _gathered(tensor: Tensor, dst: int, group: str | None) -> Tensor:
-    gathered = C.AllGather(group)(tensor)
-    return gathered if D.get_rank() == dst else torch.zeros_like(gathered)
-
-
 def _scattered(tensor: Tensor, src: int, group: str | None) -> Tensor:
     members, (whole,) = D.find_group(group), C.Broadcast(src, group)((tensor,))
     return whole.chunk(members.size)[members.position]
@@ -60,7 +55,8 @@ FUNCTIONS = functions_of({
         C.ReduceScatter(op, group)(tensor), async_op),
     "broadcast": lambda tensor, src=0, group=None: C.Broadcast(src, group)(tensor),
     "reduce": lambda tensor, dst, op=SUM, group=None: (tensor, C.AllReduce(op, group)(tensor))[D.get_rank() == dst],
-    "gather_into_tensor": lambda tensor, dst=0, group=None: _gathered(tensor, dst, group),
+    "gather_into_tensor": lambda tensor, dst=0, group=None: (
+        rows := C.AllGather(group)(tensor), torch.zeros_like(rows))[D.get_rank() != dst],
     "scatter_tensor": lambda tensor, src=0, group=None: _scattered(tensor, src, group),
     "all_to_all_single_with_output_shape": lambda output_shape, tensor, output_split_sizes=None,
     input_split_sizes=None, group=None, async_op=False: _with_handle(

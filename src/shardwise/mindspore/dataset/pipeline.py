@@ -30,7 +30,6 @@ from shardwise.mindspore.dataset.transforms import (
     count_of,
     named,
     names_of,
-    once,
     pad_end,
 )
 from shardwise.mindspore.tensor import Tensor
@@ -278,7 +277,7 @@ class Dataset:
         functions = tuple(operations) if isinstance(operations, Sequence) else (operations,)
         kept = [name for name in names if name not in inputs]
         place = sum(name not in inputs for name in names[: names.index(inputs[0])])
-        columns = once(names if tuple(outputs) == tuple(inputs) else (*kept[:place], *outputs, *kept[place:]))
+        columns = names_of(names if tuple(outputs) == tuple(inputs) else (*kept[:place], *outputs, *kept[place:]))
 
         def rows(number: int) -> Iterator[Row]:
             for row in self.rows(number):
@@ -356,7 +355,7 @@ def _listed(datasets: Any) -> Sequence[Dataset]:
 
 def zipped(datasets: Sequence[Dataset]) -> Dataset:
     """Combine the columns of several datasets, as long as the shortest."""
-    columns = once(tuple(name for dataset in datasets for name in dataset.get_col_names()))
+    columns = names_of(tuple(name for dataset in datasets for name in dataset.get_col_names()))
     return Dataset(
         columns,
         lambda number: (

@@ -136,8 +136,11 @@ class FileWriter:
         parts = np.array_split(np.arange(len(self._rows)), len(self._paths))
         with tempfile.TemporaryDirectory(prefix=".mindrecord-", dir=self._paths[0].parent) as beside:
             for name, places in zip(together, parts, strict=True):
-                rows = [self._rows[place] for place in places]
-                columns = [_column(field.dtype, [row[at] for row in rows]) for at, field in enumerate(fields.values())]
+                columns = []
+                for at, field in enumerate(fields.values()):
+                    values = [self._rows[place][at] for place in places]
+                    joined = torch.from_numpy(np.concatenate([np.empty(0, field.dtype), *values]))
+                    columns.append({"values": joined, "offsets": torch.tensor([0, *map(len, values)]).cumsum(0)})
                 torch.save({"schema": schema, "files": together, "columns": columns}, Path(beside, name))
             for path in self._paths:
                 os.replace(Path(beside, path.name), path)
@@ -146,11 +149,6 @@ class FileWriter:
         if not self._fields:
             raise RuntimeError(problem("there is no schema", fix="add_schema first"))
         return self._fields
-
-
-def _column(dtype: np.dtype[Any], values: list[Array]) -> dict[str, torch.Tensor]:
-    joined = torch.from_numpy(np.concatenate([np.empty(0, dtype), *values]))
-    return {"values": joined, "offsets": torch.tensor([0, *map(len, values)]).cumsum(0)}
 
 
 class RecordFile(Rows[tuple[Array, ...]]):

@@ -26,7 +26,7 @@ from shardwise.mindspore.dataset.records import RecordFile, written_with
 from shardwise.mindspore.dataset.transforms import Array, Row, as_array, count_of, names_of, numpys
 from shardwise.mindspore.dataset.vision import decoded
 from shardwise.mindspore.named import SETTINGS, Function, WithSettings, classes_of
-from shardwise.mindspore.protobuf import read_fields, read_varint, varint
+from shardwise.mindspore.protobuf import read_fields, read_varint
 
 
 class Sampler(WithSettings, num_samples=None):
@@ -425,12 +425,13 @@ class Schema:
             self.add_column(name, entry["type"], entry.get("shape"))
 
 
-def _numbers(data: Any) -> Iterator[int]:
-    """Yield signed numbers. Bytes hold several packed ones."""
-    place, packed = 0, data if isinstance(data, bytes) else varint(data)
-    while place < len(packed):
-        value, place = read_varint(packed, place)
-        yield value - (value >> 63 << 64)
+def _numbers(data: Any) -> list[int]:
+    """Return signed numbers. Bytes hold several packed ones."""
+    place, values = 0, [] if isinstance(data, bytes) else [data]
+    while isinstance(data, bytes) and place < len(data):
+        value, place = read_varint(data, place)
+        values.append(value)
+    return [value - (value >> 63 << 64) for value in values]
 
 
 def _feature(data: bytes) -> list[bytes] | Array:

@@ -26,11 +26,6 @@ def to_str(array: Any, encoding: str = "utf8") -> Array:
     return np.char.decode(array, encoding) if np.asarray(array).dtype.kind == "S" else np.asarray(array, str)
 
 
-def to_bytes(array: Any, encoding: str = "utf8") -> Array:
-    """Encode strings as bytes."""
-    return np.char.encode(np.asarray(array, str), encoding)
-
-
 class Vocab:
     """A vocabulary of words and their ids, made by ``from_list``, ``from_dict``, ``from_file`` or ``from_dataset``.
     ``special_tokens`` come first, or with ``special_first=False`` last."""
@@ -134,5 +129,5 @@ CLASSES = classes_of({
 }, _Tokenizer, __name__)  # fmt: skip
 globals().update(CLASSES)
 
-__all__ = ["Lookup", "Vocab", "to_bytes", "to_str", *CLASSES]
+__all__ = ["Lookup", "Vocab", "to_str", *CLASSES]
 __getattr__ = absent(__name__, lambda: __all__)

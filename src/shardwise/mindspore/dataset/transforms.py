@@ -111,19 +111,13 @@ def pad_end(x: Any, *, pad_shape: Any, pad_value: Any = None) -> Array:
 
 CLASSES = classes_of({
     "OneHot": _hot,
-    "Fill": lambda x, *, fill_value: np.full_like(np.asarray(x), fill_value),
     "PadEnd": pad_end,
-    "Concatenate": lambda *operands, axis=0, prepend=None, append=None: np.concatenate(
-            [np.asarray(x) for x in (prepend, *operands, append) if x is not None], axis),
     "TypeCast": lambda x, *, output_type: np.asarray(x).astype(output_type),
-    "Unique": lambda x: np.unique(np.asarray(x), return_inverse=True, return_counts=True),
 }, Transform, __name__) | classes_of({
     "Compose": lambda *operands, transforms: _one_or_all(applied(transforms, operands)),
     "RandomApply": lambda *operands, transforms, prob=0.5: (
             _one_or_all(applied(transforms, operands) if np.random.random() < prob else operands)),
     "RandomChoice": lambda *operands, transforms: (transforms[np.random.randint(len(transforms))](*operands)),
-    "RandomOrder": lambda *operands, transforms: _one_or_all(
-        applied([transforms[i] for i in np.random.permutation(len(transforms))], operands)),
 }, Transform, __name__, checks={"transforms": _functions})  # fmt: skip
 globals().update(CLASSES)
 

@@ -292,11 +292,6 @@ def _channels_first(image: Any) -> Array:
     return np.moveaxis(np.atleast_3d(np.asarray(image)), -1, 0)
 
 
-def _as_pillows(image: Any) -> Any:
-    array = np.asarray(image)
-    return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
-
-
 def _chosen(image: Any, *, policy: Any) -> Any:
     """One of several lists of (function, probability), chosen at random."""
     for function, probability in policy[np.random.randint(len(policy))]:
@@ -322,11 +317,11 @@ FUNCTIONS: dict[str, Any] = {
         np.moveaxis(np.asarray(image), -1, 0)),
     "Invert": lambda image: _like(255 - np.asarray(image), image), "Normalize": _normalized,
     "Pad": (None, _padded, {"checks": {**CHECKS, "padding": lambda _, padding: _sides(padding)}}),
-    "PILToTensor": lambda image: np.ascontiguousarray(_channels_first(image)), "RandomAffine": _random_moved,
+    "RandomAffine": _random_moved,
     "RandomColorAdjust": _random_colors, "RandomColor": lambda image, *, degrees=(0.1, 1.9): _enhanced(
         image, "Color", _drawn(*degrees)),
     "RandomCrop": _random_crop, "RandomCropDecodeResize": _random_resized_crop,
-    "RandomEqualize": _by_chance(lambda image: _by_pillow(image, ImageOps.equalize)), "RandomErasing": _erased,
+    "RandomErasing": _erased,
     "RandomGrayscale": _by_chance(lambda image: _by_pillow(image, lambda x: x.convert("L").convert(x.mode)), 0.1),
     "RandomHorizontalFlip": _by_chance(lambda image: _mirrored(image, 1)),
     "RandomPosterize": lambda image, *, bits=(8, 8): _by_pillow(image, lambda picture: ImageOps.posterize(
@@ -340,7 +335,8 @@ FUNCTIONS: dict[str, Any] = {
     "Rescale": lambda image, *, rescale, shift: (
         np.asarray(image).astype(np.float32) * rescale + shift).astype(np.float32),
     "Resize": (None, _resized, {"checks": {name: check for name, check in CHECKS.items() if name != "size"}}),
-    "Rotate": _rotated, "ToNumpy": lambda image: np.array(image), "ToPIL": _as_pillows,
+    "Rotate": _rotated, "ToNumpy": lambda image: np.array(image), "ToPIL": lambda image: Image.fromarray(
+        array[..., 0] if (array := np.asarray(image)).ndim == 3 and array.shape[2] == 1 else array),
     "ToTensor": lambda image, *, output_type=np.float32: (
         _channels_first(image).astype(np.float32) / 255).astype(output_type),
     "ToType": lambda image, *, output_type: np.asarray(image).astype(output_type),

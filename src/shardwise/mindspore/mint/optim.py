@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -32,15 +33,11 @@ class OfTorch(Optimizer):
             {**self.settings, **group, "lr": Parameter(torch.tensor(rate(0), dtype=torch.float64), "lr", False)}
             for group, rate in zip(groups, self.rates, strict=True)
         ]
-        self.rates = [_rate_of(group) for group in self.param_groups]
+        self.rates = [partial(lambda group, step: float(group["lr"]), group) for group in self.param_groups]
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         now = [{**group, "lr": float(group["lr"])} for group in self.param_groups]
         return self.make(now, **self.settings)
-
-
-def _rate_of(group: dict[str, Any]) -> Callable[[int], float]:
-    return lambda step: float(group["lr"])
 
 
 _SHADOWS: weakref.WeakKeyDictionary[Any, torch.optim.Optimizer] = weakref.WeakKeyDictionary()

@@ -19,12 +19,12 @@ from shardwise.mindspore.named import SETTINGS, WithSettings
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.simple import get_activation
 from shardwise.mindspore.ops import images
+from shardwise.mindspore.ops.arithmetic import BiasAdd, MatMul
 from shardwise.mindspore.ops.communication import AllReduce
+from shardwise.mindspore.ops.dims import CLASSES as REDUCTIONS
+from shardwise.mindspore.ops.dims import SHAPES
 from shardwise.mindspore.ops.indexing import Gather
-from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
-from shardwise.mindspore.ops.reductions import CLASSES as REDUCTIONS
-from shardwise.mindspore.ops.shape import CLASSES as SHAPES
 from shardwise.mindspore.tensor import Parameter
 
 

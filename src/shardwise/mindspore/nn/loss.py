@@ -13,10 +13,10 @@ from shardwise.mindspore.checks import within
 from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.ops.arithmetic import CLASSES as ELEMENTWISE
+from shardwise.mindspore.ops.dims import CLASSES as OPERATORS
+from shardwise.mindspore.ops.dims import REDUCTIONS as OVER_DIMS
 from shardwise.mindspore.ops.indexing import OneHot
 from shardwise.mindspore.ops.of_torch import of_functions
-from shardwise.mindspore.ops.reductions import CLASSES as OPERATORS
-from shardwise.mindspore.ops.reductions import REDUCTIONS as OVER_DIMS
 from shardwise.mindspore.tensor import as_torch
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -96,11 +96,6 @@ def _focal(logits: Any, labels: Any, weight: Any, gamma: float, reduction: str) 
     return reduced(loss if weight is None else loss * as_torch(weight)[classes], reduction)
 
 
-def _dice(logits: Any, label: Any, smooth: float) -> Any:
-    both, squares = (logits * label).sum(), logits.square().sum() + label.square().sum()
-    return 1 - 2 * both / (squares + smooth)
-
-
 # Labels are class indices over dim 1 (cross entropy also takes probabilities), or probabilities in binary ones.
 CLASSES = classes_of({
     **of_functions(TABLES["nn"]["losses"]),
@@ -111,7 +106,8 @@ CLASSES = classes_of({
         logits, labels, beta=beta, reduction=reduction), {"checks": {"beta": within(0, math.inf, "a number above 0")}}),
     "CTCLoss": lambda log_probs, targets, input_lengths, target_lengths, *, blank=0, reduction="mean",
     zero_infinity=False: F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
-    "DiceLoss": lambda logits, labels, *, smooth=1e-5: _dice(logits, labels, smooth),
+    "DiceLoss": lambda logits, labels, *, smooth=1e-5: 1 - 2 * (logits * labels).sum() / (
+        logits.square().sum() + labels.square().sum() + smooth),
     "FocalLoss": lambda logits, labels, *, weight=None, gamma=2.0, reduction="mean": _focal(
         logits, labels, weight, gamma, reduction),
     "MultilabelMarginLoss": lambda x, target, *, reduction="mean": F.multilabel_margin_loss(

@@ -341,10 +341,7 @@ class SGD(
             raise ValueError(problem(what, fix="momentum, no dampening"))
 
 
-def opt_init_args_register(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a constructor unchanged; the reference records its arguments."""
-    return fn
-
+opt_init_args_register = context.jit  # returns a constructor unchanged; the reference records its arguments
 
 # -- learning rates: lists with one number per step (lower-case names), and functions of the step ----------------------
 
@@ -390,15 +387,9 @@ def _check_range(schedule: Any) -> None:
         raise ValueError(problem(what, fix="0 <= min_lr < max_lr"))
 
 
-def _share(step: int, decay_steps: int, is_stair: bool) -> float:
-    return float(step // decay_steps if is_stair else step / decay_steps)
-
-
 CLASSES = classes_of({
     "ExponentialDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
-        learning_rate * decay_rate ** _share(step, decay_steps, is_stair)),
-    "InverseDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
-        learning_rate / (1 + decay_rate * _share(step, decay_steps, is_stair))),
+        learning_rate * decay_rate ** float(step // decay_steps if is_stair else step / decay_steps)),
     "NaturalExpDecayLR": lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
         learning_rate * math.exp(-decay_rate * (step - (step % decay_steps if is_stair else 0)))),
     "PolynomialDecayLR": lambda step, *, learning_rate, end_learning_rate, decay_steps, power,

@@ -15,8 +15,8 @@ from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.holding import as_gradient, holding_of, parameter_of
 from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of, constructor, parameters_of
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops import arithmetic, reductions
-from shardwise.mindspore.ops.clip import split_norm
+from shardwise.mindspore.ops import arithmetic, dims
+from shardwise.mindspore.ops.composite import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.images import bilinear, mirrored, pool
 from shardwise.mindspore.ops.of_torch import of_functions
@@ -157,7 +157,6 @@ CELLS: dict[str, Any] = {
     "ZeroPad2d": lambda x, *, padding: _padded(x, padding, "constant", 0.0, 2),
     # -- others
     "ClipByNorm": lambda x, clip_norm, *, axis=None: _clipped(x, clip_norm, axis),
-    "L1Regularizer": lambda weights, *, scale: scale * weights.abs().sum(),
     "Moments": lambda x, *, axis=None, keep_dims=False: tuple(reversed(torch.var_mean(
         x, axis, correction=0, keepdim=bool(keep_dims)))),
     "Norm": lambda x, *, axis=(), keep_dims=False: torch.linalg.vector_norm(
@@ -184,7 +183,7 @@ class _Activation(Cell):
         return getattr(self, self.attribute)(x)
 
 
-_OPERATORS = {**PRIMITIVES, **arithmetic.CLASSES, **reductions.CLASSES}
+_OPERATORS = {**PRIMITIVES, **arithmetic.CLASSES, **dims.CLASSES}
 ACTIVATIONS: dict[str, type[Cell]] = {
     name: type(name, (_Activation,), {
         "operator": (operator := _OPERATORS[of]), "attribute": attribute, "__module__": __name__,

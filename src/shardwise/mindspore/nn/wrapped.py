@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import generator
-from shardwise.mindspore.named import SETTINGS, bound_to, constructor, signature_of
+from shardwise.mindspore.named import TABLES, bound_to, constructor, parameters_of
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.tensor import Parameter
 
@@ -134,14 +134,15 @@ def _filled(module: nn.Module, **inits: Any) -> nn.Module:
     return module
 
 
-def _maker(kind: type[nn.Module], arguments: dict[str, Any], **fixed: Any) -> Callable[..., nn.Module]:
+def _maker(name: str, **fixed: Any) -> Callable[..., nn.Module]:
     """Return a function that makes a torch module of the reference's arguments, which are torch's but for has_bias."""
-    order = signature_of(arguments)
+    kind, order = getattr(nn, name), Signature(parameters_of(TABLES["settings"][f"nn.{name}"].split()))
 
     def make(*args: Any, **kwargs: Any) -> nn.Module:
-        chosen = bound_to(kind.__name__, order, args, kwargs)
+        chosen = bound_to(name, order, args, kwargs)
         inner = {name: getattr(value, "module", value) for name, value in chosen.items()}  # of layers of this file
-        return kind(**{"bias" if name == "has_bias" else name: value for name, value in inner.items()}, **fixed)
+        module: nn.Module = kind(**{"bias" if n == "has_bias" else n: value for n, value in inner.items()}, **fixed)
+        return module
 
     vars(make)["__signature__"] = order
     return make
@@ -152,16 +153,11 @@ WRAPPED: dict[str, Callable[..., nn.Module]] = {
     "BiDense": lambda in1_channels, in2_channels, out_channels, weight_init=None, bias_init=None, has_bias=True,
     dtype=None: _filled(nn.Bilinear(in1_channels, in2_channels, out_channels, has_bias, dtype=dtype),
                         weight=weight_init, bias=bias_init),
-    **{name: _maker(getattr(nn, name), SETTINGS[f"nn.{name}"], **_FIXED.get(name, {})) for name in (
+    **{name: _maker(name, **_FIXED.get(name, {})) for name in (
         "GRUCell", "LSTMCell", "RNNCell", "MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer",
         "TransformerEncoder", "TransformerDecoder", "Transformer")},
 }  # fmt: skip
-RECURRENT: dict[str, Callable[..., nn.Module]] = {
-    **{name: _maker(getattr(nn, name), SETTINGS[f"nn.{name}"]) for name in ("GRU", "LSTM")},
-    "RNN": lambda input_size, hidden_size, num_layers=1, has_bias=True, batch_first=False, dropout=0.0,
-    bidirectional=False, dtype=torch.float32, *, nonlinearity="tanh": nn.RNN(
-        input_size, hidden_size, num_layers, nonlinearity, has_bias, batch_first, dropout, bidirectional, dtype=dtype),
-}  # fmt: skip
+RECURRENT = {name: _maker(name) for name in ("GRU", "LSTM", "RNN")}
 _DOC = "Torch's module, with the reference's arguments."
 CLASSES: dict[str, type[Cell]] = {
     name: type(name, (base,), {"make": staticmethod(make), "__module__": __name__, "__doc__": _DOC})

@@ -296,15 +296,4 @@ def jacfwd(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has
     return _of_tensors(torch.func.jacfwd(_plainly(fn, has_aux), grad_position, has_aux=has_aux))
 
 
-def depend(value: Any, expr: Any) -> Any:
-    """Return ``value``, after ``expr`` has been computed: eager and captured code run in order anyway."""
-    return value
-
-
-def stop_gradient(value: torch.Tensor) -> torch.Tensor:
-    return value.detach()
-
-
-__all__ = [
-    "depend", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard", "stop_gradient", "value_and_grad", "vjp", "vmap",
-]  # fmt: skip
+__all__ = ["grad", "jacfwd", "jacrev", "jvp", "partial", "shard", "value_and_grad", "vjp", "vmap"]

@@ -21,13 +21,12 @@ from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import TABLES, Function, absent, translated
 from shardwise.mindspore.ops import indexing
-from shardwise.mindspore.ops.boxes import BOXES
-from shardwise.mindspore.ops.clip import clip_by_norm
+from shardwise.mindspore.ops.composite import clip_by_norm
+from shardwise.mindspore.ops.dims import Slice, StridedSlice
 from shardwise.mindspore.ops.images import interpolate
 from shardwise.mindspore.ops.indexing import Gather, OneHot
 from shardwise.mindspore.ops.networks import NETWORKS
 from shardwise.mindspore.ops.of_torch import COMPUTED, as_int, of_torch, sizes_of, type_of
-from shardwise.mindspore.ops.shape import Slice, StridedSlice
 from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import TORCHS, call_functions, dims_of, dtype_of, narrowed, number, product
 
@@ -97,13 +96,6 @@ def _reversed(x: Tensor, seq_lengths: Tensor, seq_dim: int, batch_dim: int = 0) 
     turned = torch.where(places < lengths, lengths - 1 - places, places)
     index = turned.reshape(*turned.shape, *(1,) * (along.dim() - 2)).expand(along.shape)
     return along.gather(1, index).movedim((0, 1), (batch_dim, seq_dim))
-
-
-def _band(x: Tensor, lower: Any, upper: Any) -> Tensor:
-    """Zero a matrix more than ``lower`` below or ``upper`` above its diagonal; a negative number keeps all."""
-    low, high = int(lower), int(upper)
-    x = x if low < 0 else x.triu(-low)
-    return x if high < 0 else x.tril(high)
 
 
 def distinct(input: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,9 +176,7 @@ FUNCTIONS: dict[str, Function] = {
     "softmin": lambda x, axis=-1, *, dtype=None: torch.softmax(-x, axis, dtype=type_of(dtype)),
     "swiglu": lambda input, dim=-1: F.silu(input.chunk(2, dim)[0]) * input.chunk(2, dim)[1],
     # -- products
-    "matrix_band_part": _band,
     "matrix_diag_part": lambda x: torch.diagonal(x, dim1=-2, dim2=-1),
-    "matrix_set_diag": lambda x, diagonal: torch.diagonal_scatter(x, diagonal, dim1=-2, dim2=-1),
     "batch_dot": lambda x1, x2, axes=None: torch.einsum("b...i,bi...->b...", x1, x2) if axes is None
     else torch.stack([torch.tensordot(a, b, ([axes[0] - 1], [axes[1] - 1])) for a, b in zip(x1, x2, strict=True)]),
     "bias_add": lambda input_x, bias: input_x + bias.reshape(-1, *(1,) * (input_x.dim() - 2)),
@@ -244,7 +234,6 @@ FUNCTIONS: dict[str, Function] = {
     "tensor_scatter_update": lambda input_x, indices, updates: indexing.scatter(input_x, as_int(indices), updates),
     "unique": distinct,
     "unsorted_segment_sum": indexing.segment_sum,
-    **BOXES,
     **NETWORKS,
     # -- new tensors
     "truncated_normal": lambda shape, seed=None: torch.nn.init.trunc_normal_(
@@ -266,6 +255,8 @@ FUNCTIONS: dict[str, Function] = {
     "standard_normal": lambda shape, seed=None: _normal(shape, seed=seed),
     "uniform": _uniform,
     # -- others
+    "depend": lambda value, expr: value,  # eager and captured code run in order anyway
+    "stop_gradient": lambda value: value.detach(),
     "type_as": lambda input, other: input.to(other.dtype),
     "typeof": lambda x: x.dtype,
     "assign": lambda variable, value: _assigned(variable, lambda tensor: torch.as_tensor(value).to(tensor)),

@@ -99,16 +99,12 @@ def transposed(
     return whole
 
 
-def pairs_of(paddings: Any) -> list[tuple[int, int]]:
-    """Return (before, behind) per dim as Python numbers, as the values of a new tensor are unknown during capture."""
-    pairs = paddings.tolist() if isinstance(paddings, torch.Tensor) else paddings
-    return [(int(before), int(behind)) for before, behind in pairs]
-
-
 def mirrored(x: Any, paddings: Any, mode: str) -> Any:
     """Pad ``x`` by pairs per dim with 0 ("CONSTANT"), or with its mirror image without the edge element ("REFLECT") or
     with it ("SYMMETRIC")."""
-    pairs = pairs_of(paddings)
+    # Python numbers: the values of a new tensor are unknown during capture
+    listed = paddings.tolist() if isinstance(paddings, torch.Tensor) else paddings
+    pairs = [(int(before), int(behind)) for before, behind in listed]
     if mode == "CONSTANT":
         return F.pad(x, [n for pair in reversed(pairs) for n in pair])
     one_of("CONSTANT", "REFLECT", "SYMMETRIC")("the mode of padding", mode)

@@ -133,7 +133,7 @@ class Primitive:
         raise NotImplementedError(f"{self.name} computes nothing")
 
     def faults(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Faults:
-        """Yield what strict mode refuses in a strategy, besides the common checks (``strict.check``), each with a fix.
+        """Yield what strict mode refuses in a strategy, besides the common faults (``strict.faults``), each with a fix.
         ``args``: those of the call."""
         for counts in strategy[1:]:
             if self.same and counts != strategy[0]:
@@ -214,7 +214,8 @@ class Primitive:
         elif strategy is not None:
             strategy = self.completed(_of_tensors(strategy, len(shapes), args), shapes, args)
             if not self.in_high_dims:
-                strict.check(self, strategy, shapes, args, options.stage_devices, even=options.strict)
+                devices, even = options.stage_devices, options.strict
+                strict.refuse(self.title, strict.faults(self, strategy, shapes, args, devices, even=even))
         out = self.out_counts(strategy, shapes, args, strict=options.strict) if strategy is not None else None
         text = self.strategy_text(strategy, args)
         call: Callable[..., Any] = self.compute
@@ -298,7 +299,7 @@ class Primitive:
 
         Raises StrategyError for another form.
         """
-        strict.check_form(self, strategy, shapes)
+        strict.refuse(self.title, strict.faults_of_form(strategy, shapes))
         counts = self.counts_by_name(strategy, shapes, args)
         return tuple(
             entry or tuple(counts.get(name, 1) if size > 1 else 1 for name, size in zip(names, shape, strict=True))

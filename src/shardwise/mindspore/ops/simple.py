@@ -14,19 +14,13 @@ from shardwise.errors import CaptureError, problem
 from shardwise.mindspore.checks import note
 from shardwise.mindspore.loss_scale import clear_status, init_status, read_status
 from shardwise.mindspore.named import TABLES, Function, classes_of
-from shardwise.mindspore.ops.boxes import suppressed
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.images import bilinear, mirrored, nearest, pool, transposed
-from shardwise.mindspore.ops.networks import attention, classes_loss
+from shardwise.mindspore.ops.networks import attention, classes_loss, suppressed
 from shardwise.mindspore.ops.of_torch import of_functions
 from shardwise.mindspore.ops.primitive import Primitive, Simple
 from shardwise.mindspore.tensor import Tensor
 from shardwise.mindspore.tensor_methods import dims_of, dtype_of
-
-
-def _print(*values: Any) -> Any:
-    print(*values)
-    return values[0] if values else None
 
 
 def _depth_to_space(x: Any, block: int) -> Any:
@@ -104,10 +98,6 @@ def _hooked(x: Any, hook: Function) -> Any:
     return y
 
 
-def _unwritten(name: Any, value: Any) -> None:
-    note("summary operators in cells write nothing; use train.SummaryCollector or SummaryRecord.add_value")
-
-
 SIMPLE: dict[str, Any] = {
     **of_functions(TABLES["ops"]["primitives"]),
     # -- shapes
@@ -173,11 +163,6 @@ SIMPLE: dict[str, Any] = {
     "NPUAllocFloatStatus": init_status,
     **dict.fromkeys(("NPUClearFloatStatus", "NPUClearFloatStatusV2"), clear_status),
     **dict.fromkeys(("NPUGetFloatStatus", "NPUGetFloatStatusV2"), read_status),
-    "Median": lambda x, *, global_median=False, axis=0, keep_dims=False, ignore_nan=False: FUNCTIONS[
-        "nanmedian" if ignore_nan else "median"](x.flatten() if global_median else x, 0 if global_median else axis,
-                                                 keep_dims and not global_median),
-    "SearchSorted": lambda sorted_sequence, values, *, dtype=torch.int64, right=False: torch.searchsorted(
-        sorted_sequence, values, right=right).to(dtype_of(dtype)),
     # -- new tensors
     "TruncatedNormal": lambda shape, *, dtype=torch.float32, seed=0, seed2=0: FUNCTIONS["truncated_normal"](
         shape, seed or None).to(dtype_of(dtype)),
@@ -185,11 +170,13 @@ SIMPLE: dict[str, Any] = {
         x, int(num_samples), replacement=True).to(dtype_of(dtype)),
     "Randperm": lambda n, *, max_length=1, pad=-1, dtype=torch.int32: torch.randperm(int(n), dtype=dtype_of(dtype)),
     "StandardNormal": lambda shape, *, seed=0, seed2=0: torch.randn(tuple(shape)),
-    **{f"{kind}Summary": _unwritten for kind in ("Tensor", "Scalar", "Histogram", "Image")},
+    **{f"{kind}Summary": lambda name, value: note(
+        "summary operators in cells write nothing; use train.SummaryCollector or SummaryRecord.add_value")
+       for kind in ("Tensor", "Scalar", "Histogram", "Image")},
     "UniformInt": lambda shape, minval, maxval, *, seed=0, seed2=0: torch.randint(
         int(minval), int(maxval), tuple(shape), dtype=torch.int32),
     "UniformReal": lambda shape, *, seed=0, seed2=0: torch.rand(tuple(shape)),
-    "Print": _print, "StopGradient": lambda x: x.detach(),
+    "Print": lambda *values: (values[0] if values else None, print(*values))[0], "StopGradient": lambda x: x.detach(),
     "HookBackward": lambda x, *, hook_fn, cell_id="": _hooked(x, hook_fn),
     "InsertGradientOf": lambda x, *, f: _hooked(x, lambda grads: f(grads[0])),
 }  # fmt: skip

@@ -139,8 +139,8 @@ def _accuracy(output: Array, label: Array, *, eval_type: str = "classification")
     return float((output.argmax(1) == _classes(output, label)).mean())
 
 
-def _f_score(right: Array, predicted: Array, labels: Array, beta: float) -> Array:
-    return _ratio((1 + beta**2) * right, beta**2 * labels + predicted)
+def _f1(right: Array, predicted: Array, labels: Array) -> Array:
+    return _ratio(2 * right, labels + predicted)
 
 
 def _in_top(output: Array, label: Array, *, k: int) -> float:
@@ -213,8 +213,7 @@ CLASSES: dict[str, Any] = {
         "Top5CategoricalAccuracy": lambda output, label: _in_top(output, label, k=5),
     }, _Kept, __name__),
     **classes_of({
-        "F1": lambda output, label: _f_score(*_counts(output, label), 1.0),
-        "Fbeta": lambda output, label, *, beta: _f_score(*_counts(output, label), beta),
+        "F1": lambda output, label: _f1(*_counts(output, label)),
         "Precision": lambda output, label, *, eval_type="classification": _ratio(
             *_counts(output, label, eval_type)[:2]),
         "Recall": lambda output, label, *, eval_type="classification": _ratio(*_counts(output, label, eval_type)[::2]),
@@ -225,11 +224,6 @@ globals().update(CLASSES)
 NAMES: dict[str, Callable[..., Metric]] = {
     name: CLASSES[kind] for name, _, kind in (row.partition("=") for row in TABLES["train"]["metrics"].split())
 }
-
-
-def names() -> list[str]:
-    """Return the names of metrics for ``Model(metrics=)``."""
-    return list(NAMES)
 
 
 def get_metric_fn(name: str, *args: Any, **kwargs: Any) -> Metric:
@@ -248,4 +242,4 @@ def metrics_of(argument: Any) -> dict[str, Metric]:
     return {name: get_metric_fn(name) for name in ([argument] if isinstance(argument, str) else argument)}
 
 
-__all__ = ["Metric", "auc", "get_metric_fn", "names", "rearrange_inputs", *CLASSES]
+__all__ = ["Metric", "auc", "get_metric_fn", "rearrange_inputs", *CLASSES]
