@@ -24,7 +24,6 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Floats
 from shardwise.programs.builder import Choice
 from shardwise.programs.spmd import SpmdProgram
-from shardwise.rules.atoms import Factored
 from shardwise.search.auto import MeshSearch, assignment_of
 from shardwise.search.constants import (
     CANDIDATE_PRICE_RATIO,
@@ -33,6 +32,7 @@ from shardwise.search.constants import (
     MAX_CANDIDATES_PER_MESH,
     MAX_LISTED_VARIABLES,
     MAX_OPERATORS_FOR_GREEDY,
+    MAX_OPERATORS_TO_COMPARE,
     MAX_SIMULATED_OPERATORS,
     NUM_LISTED_ASSIGNMENTS,
     TIED_SHARE,
@@ -40,7 +40,6 @@ from shardwise.search.constants import (
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostWeights
 from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
 from shardwise.search.elimination import TooWide, k_best
-from shardwise.search.modes import choose
 from shardwise.search.recursive_programming import recursive_search
 
 BOUNDED_SEARCH = "dynamic_programming"  # it knows how far the least price may be from what it found
@@ -90,9 +89,12 @@ def _of_mesh(search: MeshSearch, name: str, limit: float, most: float) -> Iterat
     yield first
     if name != BOUNDED_SEARCH:
         return
-    others = [_candidate(search, assignment) for assignment in _of_other_searches(search, limit)]
+    count = min(NUM_LISTED_ASSIGNMENTS, MAX_LISTED_VARIABLES // max(len(search.cost.variables), 1))
+    unhidden = _least(search, NOTHING_HIDES, max(count, 1))
+    listed = [*_least(search, search.bounding_weights, count), *unhidden[:count]]
+    others = [_candidate(search, assignment) for assignment in (*unhidden[:1], *_greedy(search, limit))]
     usual = [_candidate(search, assignment) for assignment in _data_parallel(search)]
-    next_best = [_candidate(search, assignment) for assignment in chain(outcome.candidates, _listed(search))]
+    next_best = [_candidate(search, assignment) for assignment in chain(outcome.candidates, listed)]
     next_best.sort(key=lambda candidate: float(candidate.components[[EXPOSED, COMPUTE, TRAFFIC]].sum()))
     taken = [first]
     for candidate in (*others, *usual, *next_best):
@@ -106,9 +108,8 @@ def _candidate(search: MeshSearch, assignment: list[int]) -> Candidate:
     return Candidate(search, assignment, search.cost.components(assignment))
 
 
-def _of_other_searches(search: MeshSearch, limit: float) -> Iterator[list[int]]:
-    """Yield the least sum if nothing hides, and the result of the greedy search."""
-    yield from _least(search, NOTHING_HIDES, 1)
+def _greedy(search: MeshSearch, limit: float) -> Iterator[list[int]]:
+    """Yield the result of the greedy search, if it is found fast and fits."""
     if len(search.cost.domains.graph.ops) <= MAX_OPERATORS_FOR_GREEDY:
         with suppress(DoesNotFit):
             yield recursive_search(search.cost, limit).assignment
@@ -116,22 +117,16 @@ def _of_other_searches(search: MeshSearch, limit: float) -> Iterator[list[int]]:
 
 def _data_parallel(search: MeshSearch) -> Iterator[list[int]]:
     """Yield data parallelism, if it is in the space (the user's choices may leave it out)."""
-    cost, domains = search.cost, search.cost.domains
-    if len(domains.graph.ops) > MAX_OPERATORS_FOR_GREEDY:
+    domains = search.cost.domains
+    if len(domains.graph.ops) > MAX_OPERATORS_TO_COMPARE:
         return
-    factored = Factored(domains.rules, domains.atoms)
-    data_parallel = assignment_of(cost, choose(domains.graph, factored, search.mesh, "data_parallel", {}))
+    data_parallel = assignment_of(search.cost, domains.data_parallel)
     if data_parallel is not None:
         yield data_parallel
 
 
-def _listed(search: MeshSearch) -> list[list[int]]:
-    """Return the next best assignments, by their bound and if nothing hides."""
-    count = min(NUM_LISTED_ASSIGNMENTS, MAX_LISTED_VARIABLES // max(len(search.cost.variables), 1))
-    return _least(search, search.bounding_weights, count) + _least(search, NOTHING_HIDES, count)
-
-
 def _least(search: MeshSearch, weights: CostWeights, count: int) -> list[list[int]]:
+    """Return the assignments of the least weighted sums."""
     try:
         return [assignment for _, assignment in k_best(search.cost.weighted(weights), count)]
     except TooWide:

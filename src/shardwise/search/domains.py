@@ -39,11 +39,13 @@ from shardwise.layouts.choice import (
 )
 from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes, RouteTensor
 from shardwise.layouts.strategy import Strategy
+from shardwise.programs.builder import Choice
 from shardwise.rules.atoms import Factored
 from shardwise.rules.keyed_rows import KeyedRows, copies_of
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.search.constants import HEAVY_INPUT_WORK, LOWERED_FORWARD_PARTS
 from shardwise.search.elimination import Elimination, Shape
+from shardwise.search.modes import choose
 from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.user_strategies import num_blockers
 
@@ -288,6 +290,11 @@ class Domains:
             ]
             self._domains[narrow] = domain.only(np.array(kept, dtype=np.int64))
         return self._domains[narrow]
+
+    @cached_property
+    def data_parallel(self) -> Choice:
+        """Return data parallelism over all axes, whatever the user fixed."""
+        return choose(self.graph, Factored(self.rules, self.atoms), self.axes.mesh, "data_parallel", {})
 
     def renamed_codes(self, op: Op) -> Ints | None:
         """Return the result's state for each state of the operand, for an operator with one of each where every atom of

@@ -58,7 +58,7 @@ from shardwise.search.constants import (
     MAX_CAP_PROGRAMS,
     MAX_LIMIT_HALVINGS,
     MAX_LIMIT_RETRIES,
-    MAX_OPERATORS_FOR_GREEDY,
+    MAX_OPERATORS_TO_COMPARE,
     MAX_SIMULATED_OPERATORS,
     PREFETCH_DEPTHS,
     ROW_CHUNKS,
@@ -70,7 +70,7 @@ from shardwise.search.domains import Domains, SearchSpace
 from shardwise.search.dynamic_programming import DoesNotFit, least_step
 from shardwise.search.memory_policy import GraphValues, MemoryPolicy, PricedPolicy
 from shardwise.search.planning_cache import PlanningCache
-from shardwise.search.stored_program import SearchConfig, build_program, build_stored_program
+from shardwise.search.stored_program import ProgramWithPolicy, SearchConfig, build_stored_program
 from shardwise.search.user_choices import annotated_rules, fixed_choices
 
 
@@ -283,7 +283,7 @@ class Planner:
             lowest = min(lowest, below_limit, key=lambda ranking: ranking.excess)
             if is_least:
                 break
-        if not lowest.excess and allowed < self.limit and len(self.graph.ops) <= MAX_OPERATORS_FOR_GREEDY:
+        if not lowest.excess and allowed < self.limit and len(self.graph.ops) <= MAX_OPERATORS_TO_COMPARE:
             return self._between(search, lowest, allowed, too_much)
         return self.within_moments(search, lowest)
 
@@ -362,16 +362,19 @@ class Planner:
         choice = apply_layouts(choice, settings.layouts, self.graph, self.factored, search.mesh)
         rules, prices = self.factored.rules, search.cost.domains.prices
 
-        def simulate_short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
-            of_short = replace(settings, memory_policy=memory_policy)
+        def program_of(graph: Graph, memory_policy: MemoryPolicy) -> ProgramWithPolicy:
+            with_policy = replace(settings, memory_policy=memory_policy)
             names = tuple(op.name for op in graph.ops)
             by_block, assignment = memory_policy.reshard_mode == "again", tuple(candidate.assignment)
             stored = self.graph_cache.get(
                 "stored programs",
                 (search.mesh, assignment, self._messages, by_block, names),
-                lambda: build_stored_program(graph, rules, choice, search.mesh, of_short, self.cache.vjp_cache),
+                lambda: build_stored_program(graph, rules, choice, search.mesh, with_policy, self.cache.vjp_cache),
             )
-            return simulate_program(stored.with_lifetimes(graph, of_short).busiest, prices)
+            return stored.with_lifetimes(graph, with_policy)
+
+        def simulate_short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
+            return simulate_program(program_of(graph, memory_policy).busiest, prices)
 
         def short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
             if self.annotations or settings.layouts:  # which have names
@@ -384,7 +387,7 @@ class Planner:
         if self.folded is not None and not whole:
             step = self.folded.step(choice, settings.memory_policy, (search.mesh, self._messages), short)
         if step is None:
-            program = build_program(self.graph, rules, choice, search.mesh, settings, self.cache.vjp_cache)
+            program = program_of(self.graph, settings.memory_policy)
             choice, spmd, busiest = program.choice, program.spmd, program.busiest
             step = simulate_program(busiest, prices) if simulated else None
         memory = memory_of_program(busiest, prices) if step is None else step
