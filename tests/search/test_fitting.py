@@ -19,7 +19,7 @@ from shardwise.costs.collectives import Links
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.graph.capture import capture
-from shardwise.graph.segments import How
+from shardwise.graph.segments import How, Segment
 from shardwise.layouts.routes import Axes
 from shardwise.rules.atoms import factor_graph
 from shardwise.search import fit_memory
@@ -27,12 +27,12 @@ from shardwise.search.cost_graph import BYTES, EXPOSED, TRAFFIC, Components
 from shardwise.search.cost_tables import Tables
 from shardwise.search.domains import Domains, SearchSpace
 from shardwise.search.memory_policy import MemoryPolicy, PricedPolicy, ReshardMode
-from shardwise.search.planner import least_that_fits
+from shardwise.search.planner import Planner, least_that_fits
 from shardwise.search.planning_cache import PlanningCache
 from shardwise.search.user_choices import rules_of
 
 if TYPE_CHECKING:
-    from shardwise.search.planner import Planner
+    from shardwise.search.candidates import CandidateRanking
 
 MESH = sw.Mesh(dp=2)
 
@@ -234,6 +234,20 @@ def test_what_fits_only_at_a_higher_price_does_not_rule_out_what_makes_more_agai
     cheapest_fits = policy_result("cheap", 4.0, cheapest_fits=True)
     assert full.is_ruled_out(3.0, [cheapest_fits]), "its cheapest plan fits, and costs 2"
     assert not full.is_ruled_out(1.5, [cheapest_fits])
+
+
+def test_recomputing_less_changes_nothing_where_it_takes_longer() -> None:
+    """What is not computed again may be copied to the host and waited for."""
+    strong, weak = (
+        MemoryPolicy(how, offload="all", segments=(Segment("block", how, frozenset(("block/op",))),))
+        for how in ("full", "cheap")
+    )
+    ranking = SimpleNamespace(best=SimpleNamespace(step=SimpleNamespace(seconds=1.0), num_bytes=1.0, candidate=None))
+    slower = SimpleNamespace(step=SimpleNamespace(seconds=1.2), num_bytes=1.0)
+    planner = SimpleNamespace(settings=SimpleNamespace(memory_policy=strong), limit=2.0)
+    planner.under = lambda policy: SimpleNamespace(_built=lambda candidate: slower)
+    found = Planner.eased(cast("Planner", planner), cast("CandidateRanking", ranking), weak)
+    assert found == (planner, ranking)
 
 
 @pytest.mark.parametrize("shape", ["a line", "nearly", "bent", "steps", "flat, then a cliff"])

@@ -418,7 +418,8 @@ class Planner:
     ) -> tuple[Planner, CandidateRanking]:
         """Return a ranking that fits with some of its segments as ``weaker`` has them (the same segments in the same
         order), as many from the last as the limit allows, and the planner with these. Memory decides, as all
-        recomputation costs time. If not even all of them make a micro-batch ``fastest``, none is changed."""
+        recomputation costs time. If not even all of them make a micro-batch ``fastest``, none is changed; nor where
+        that takes longer, as more values are copied to the host."""
         strong = self.settings.memory_policy.segments
         tried: dict[int, tuple[Planner, SimulatedCandidate]] = {len(strong): (self, ranking.best)}
 
@@ -434,6 +435,8 @@ class Planner:
         if step is not None and step.seconds >= fastest:
             return self, ranking
         planner, best = tried[least_that_fits(bytes_of, len(strong), self.limit)]
+        if _seconds(best) > _seconds(ranking.best):
+            return self, ranking
         if planner is not self:
             found = best.candidate  # its choices stay, at their price under the mixed policy
             cost = planner.cost_graph(found.search.mesh)
