@@ -212,6 +212,37 @@ def test_prices_count_what_recomputation_begins_from_and_no_memory_twice(recompu
     assert 0.7 * peak < found.prediction.num_bytes <= peak
 
 
+class Recomputed(nn.Module):
+    """A norm of single operators, none of which keeps its operand, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True))).to(x.dtype)
+        q, k, v = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in self.qkv(normed).chunk(3, 2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_prices_count_what_full_recomputation_keeps() -> None:
+    """What enters a block is kept, though no operator of the block keeps it, and so is what attention makes, which no
+    program computes again. So the bytes of prices grow with the blocks as those of programs do."""
+
+    def recomputed(blocks: int) -> Prediction:
+        with torch.device("meta"):
+            module = Stack(*(Recomputed() for _ in range(blocks))).to(torch.bfloat16)
+            x = torch.empty(64, 512, 256, dtype=torch.bfloat16)
+        settings = {"recompute": "full", "mesh": sw.Mesh(dp=8), "search": "dynamic_programming"}
+        return sw.plan(module, (x,), "h100-1x8", **settings).prediction
+
+    few, many = recomputed(4), recomputed(8)
+    grown = many.peak_bytes - few.peak_bytes
+    assert 0.9 * grown < many.num_bytes - few.num_bytes < 1.1 * grown
+
+
 def policy_result(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory.PolicyResult:
     """A policy whose plan that fits has this price, twice that of its cheapest."""
     found = fit_memory.PolicyResult(
