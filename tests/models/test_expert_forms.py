@@ -78,6 +78,7 @@ def test_products_have_the_dtype_of_autocast() -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("experts", [4, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.sampled(3)
+@pytest.mark.filterwarnings("ignore:parameters of experts")
 def test_tokens_of_every_form_travel(form: str, mesh: str, experts: int) -> None:
     module, tp = FORMS[form][0](experts), "tp" in mesh
     plan = sw.plan(
@@ -391,3 +392,12 @@ def test_numbers_of_experts_are_those_of_an_index(strategy: str) -> None:
     for wrong in (4, -5):
         with raises(IndexError, wrong, "out of bounds"):
             sw.verify(module, (x, torch.tensor([0, 1, wrong, 3, 2, 2])), plan)
+
+
+@pytest.mark.parametrize("zero", [None, 3])
+def test_experts_in_modules_that_stay_whole_on_every_device_are_announced(zero: int | None) -> None:
+    model, options = Modules(), {"mesh": sw.Mesh(ep=4), "zero": zero}
+    with pytest.warns(sw.errors.PlanWarning, match=r"experts\.0\.\w+\.weight.*one parameter"):
+        plan = sw.plan(model, (X,), 4, strategies={"": "e@ep"}, **options)
+    layout = plan.layouts["experts.0.gate.weight"]
+    assert layout.max_local_shape == layout.shape

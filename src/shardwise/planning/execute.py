@@ -17,7 +17,7 @@ from shardwise.costs.optimizers import is_on_host
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import figures_of, simulate_program
-from shardwise.errors import NothingFits, PlanError, PlanWarning, ShardwiseError, warn_user
+from shardwise.errors import NothingFits, PlanError, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.garbage_collector import with_rare_gc
 from shardwise.graph.autocast import no_autocast
 from shardwise.graph.batch import batch_size
@@ -28,6 +28,7 @@ from shardwise.graph.stage_marks import marks_of
 from shardwise.graph.step_precision import Precision
 from shardwise.graph.trees import constants_of
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.strategy import named_factors
 from shardwise.planning.first_verdict import FirstVerdict, first_verdict
 from shardwise.planning.plan_cache import PlanCache, key_of_graph, remembered
 from shardwise.plans.auto_stages import LowerBound, StageConfig, check_joint, joint_search, settings_of, tries_of
@@ -40,6 +41,7 @@ from shardwise.plans.pipelines import pipeline_config, plan_pipeline
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import figures
 from shardwise.plans.printing import ADVISED_HOST_SHARE
+from shardwise.plans.quantities import format_bytes
 from shardwise.plans.request import PlanRequest, SearchName
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of
@@ -123,6 +125,8 @@ def execute(
             raise PlanError(f"planning ended {error}, before any plan was found", fix=fix) from None
     if deadline.why:
         warn_user(f"planning ended {deadline.why}: this is the best plan so far{_gap_of(found)}", PlanWarning)
+    if exact_refusal:
+        _announce_held_experts(found.plan, planning.captured.graph)
     return found
 
 
@@ -463,6 +467,29 @@ def _announce_one_memory(cluster: Cluster) -> None:
         warn_user(
             f"{cluster.device.name} shares its memory with the host (no host_bandwidth): offloading only adds copies "
             "and gains nothing",
+            PlanWarning,
+        )
+
+
+def _announce_held_experts(plan: Plan, graph: Graph) -> None:
+    """Warn about experts that are divided by a strategy while every device holds the parameters of all of them."""
+    held: dict[str, int] = {}
+    for op in graph.ops:
+        if not named_factors(str(plan.strategies.get(op.name, ""))) & {"e", "K"} or op.target != grouped_mm._opoverload:
+            continue
+        made = graph.producer.get(op.operands[1])
+        while made is not None and made.target != torch.ops.aten.stack.default:
+            made = graph.producer.get(made.operands[0]) if made.operands else None
+        for name in made.operands if made is not None else ():
+            layout = plan.layouts.get(name)
+            if layout is not None and layout.max_local_shape == layout.shape:
+                held[name] = graph.by_name[name].num_bytes
+    if held:
+        warn_user(
+            "parameters of experts in a list of modules stay whole on every device "
+            f"({format_bytes(sum(held.values()))}: {listed([*held])}): the strategy divides their rows and arithmetic, "
+            "not their memory. For less memory keep the weights of all experts in one parameter, "
+            "nn.Parameter(torch.empty(num_experts, inputs, outputs))",
             PlanWarning,
         )
 
