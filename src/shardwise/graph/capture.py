@@ -416,7 +416,8 @@ def _check_state(called: ModuleCall, inputs: tuple[InputTensor, ...], traced: Ex
     if calls.kept_changing:
         warn_user(
             f"forward changes Python state in every call: {calls.kept_changing}. The program of a plan is captured "
-            "from the first call, so on ranks this state does not change",
+            "from the first call, so on ranks this state does not change. If a later call branches on it, or uses its "
+            "value, ranks compute something else: then keep it in a buffer (self.register_buffer)",
             CaptureWarning,
         )
 
