@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import resource
+import socket
 import subprocess
 import sys
 import textwrap
@@ -269,3 +270,49 @@ def test_torch_s_own_errors_of_memory_are_known() -> None:
     assert not is_out_of_memory(RuntimeError("Timed out waiting 3000ms for recv operation to complete"))
     assert issubclass(sw.errors.OutOfDeviceMemoryError, MemoryError)
     assert issubclass(sw.errors.OutOfDeviceMemoryError, RuntimeError)
+
+
+CAUGHT = """
+import sys
+import torch
+import shardwise as sw
+
+sw.init_ranks()
+torch.manual_seed(0)
+module, x, y, loss = torch.nn.Linear(16, 8), torch.randn(8, 16), torch.randn(8, 8), torch.nn.functional.mse_loss
+par = sw.parallelize(module, sw.plan(module, (x, y), 2, loss=loss, mode="data_parallel"), loss=loss)
+par.step(x, y)
+try:
+    if sw.rank() == 0:
+        par.predict(x)
+    par.step(x, y)
+except sw.ShardwiseError as error:
+    print(error)
+if "destroy" in sys.argv:
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "destroy"])
+def test_ranks_that_caught_an_error_exit(ending: str, tmp_path: Path) -> None:
+    (tmp_path / "caught.py").write_text(CAUGHT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "caught.py", ending],
+            cwd=tmp_path,
+            env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        told = [rank.communicate(timeout=60)[0] for rank in ranks]  # of gloo's, which waits for half an hour
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert "ranks make different calls" in told[1], told

@@ -225,6 +225,26 @@ def read_whole(options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def read_beside_shards() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    x, y, loss = torch.randn(8, 16), torch.randn(8, 8), nn.functional.mse_loss
+
+    def gradient(**how: Any) -> torch.Tensor:
+        module = nn.Linear(16, 8)
+        module.load_state_dict({"weight": torch.ones(8, 16), "bias": torch.ones(8)})
+        kept.append(sw.parallelize(module, sw.plan(module, (x, y), 2, loss=loss, **how), loss=loss))
+        kept[-1].step(x, y)
+        return sw.full_tensor(kept[-1].weight.grad)
+
+    kept: list[Any] = []  # both modules live
+    return gradient(mesh=sw.Mesh(tp=2), strategies={"": "n@tp"}), gradient(mode="data_parallel")
+
+
+def test_a_gradient_of_a_whole_module_is_read_beside_one_with_shards(run_ranks: RunRanks) -> None:
+    for sharded, whole in run_ranks(read_beside_shards, 2):
+        torch.testing.assert_close(whole, sharded)
+
+
 @pytest.mark.parametrize("kind", list(PLANS))
 @pytest.mark.sampled(2)
 def test_tensors_and_norms_are_read_whole(run_ranks: RunRanks, kind: str) -> None:

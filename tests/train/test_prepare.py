@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -77,6 +78,24 @@ def test_a_prepared_script_trains_as_on_one_device(how: dict[str, Any], run_rank
         assert found["steps"] == (6, 2, 6, pytest.approx(0.05 / 8))
         assert found["samples"] == 3, "this rank's part of the last six samples"
         assert found["mesh"] == "Mesh(dp=2)"
+
+
+def last_batch_of_one() -> tuple[list[float], list[str]]:
+    model, optimizer, _, _ = parts()
+    loader = DataLoader(Subset(data(), range(17)), batch_size=8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        par, _, batches = sw.prepare(model, optimizer, loader, mode="data_parallel", micro_batch=4)
+        losses = train(par, list(batches), optimizer).losses
+    return losses, [str(one.message) for one in said if "parts of" in str(one.message)]
+
+
+def test_a_last_batch_of_one_sample_needs_no_micro_batches(run_ranks: RunRanks) -> None:
+    model, optimizer, _, _ = parts()
+    losses = train(model, list(DataLoader(Subset(data(), range(17)), batch_size=8)), optimizer).losses
+    for found, said in run_ranks(last_batch_of_one, 2):
+        assert found == pytest.approx(losses, rel=1e-12)
+        assert not said, "the loader itself made an empty part"
 
 
 class Stream(IterableDataset[Any]):

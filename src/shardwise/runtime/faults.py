@@ -7,6 +7,8 @@ did not arrive. Chains of ranks that wait for each other are followed to the end
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import json
 import pickle
 import threading
@@ -222,6 +224,7 @@ class FailureStore:
 
     def __init__(self) -> None:
         self.call, self.caller = 0, 0
+        self._unfinished: set[Any] = set()  # process groups that may have a collective which nobody waits for
         self._asked: set[int] = set()  # the calls that this rank asked the others to agree on
         # By default group, whose store they are of: the numbers of the published statuses that this rank has read, and
         # rank -> its latest status, possibly of a later call.
@@ -264,7 +267,14 @@ class FailureStore:
             if (now := time.monotonic()) > asked + _PATIENCE_SECONDS:
                 asked = now
                 if (error := self.explained()) is not None:
+                    self._unfinished.update(dist.distributed_c10d._world.pg_map)
                     raise error
+
+    def keep_unfinished(self) -> None:
+        """Keep unfinished groups until the process is gone. A group of gloo that is destroyed waits for its
+        collectives, which may be for ranks that wait in the same way; ``abort`` does not end them."""
+        for group in self._unfinished:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # survives the interpreter
 
     def _raise(self, status: RankStatus) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -310,4 +320,5 @@ def _status_key(number: int) -> str:
 
 # Not a cache: a process is one rank.
 failure_store = FailureStore()
+atexit.register(failure_store.keep_unfinished)
 process_state.at_end(failure_store.__init__)  # type: ignore[misc]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from shardwise.errors import PlanWarning, ShardwiseError, warn_user
-from shardwise.graph.batch import with_samples
+from shardwise.graph.batch import batch_size, with_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.custom_operators import splitmix64
 from shardwise.graph.interpret import interpret
@@ -464,7 +464,8 @@ class ParallelModule(ShardedModule):
         if is_pipeline:
             graph = step_graph(graph)
         passes = Passes.single(graph)
-        if micro_batch is not None and self.plan.micro_batches > 1 and (samples > micro_batch or not is_pipeline):
+        divides = self.plan.micro_batches > 1 and batch_size(graph) != 1  # a last batch may be one sample
+        if micro_batch is not None and divides and (samples > micro_batch or not is_pipeline):
 
             def alone(count: int) -> Graph:
                 return self._calls.captured(replace(call, arguments=with_samples(call.arguments, count))).graph

@@ -260,7 +260,8 @@ class LocalInputs:
         if case not in self._is_own:
             planned = [layout.local_shape(layout.mesh.coordinates(device)) for device in range(len(parts))]
             self._is_own[case] = planned == parts and self._is_passed(name, layout, batch)
-            if not self._is_own[case] and self.everyone.rank == 0:
+            has_rows = all(0 not in part for part in parts)  # fewer samples than devices: a last batch
+            if not self._is_own[case] and has_rows and self.everyone.rank == 0:
                 warn_user(
                     f"the parts of {name} have {_listed(parts)}, but the plan splits the whole, "
                     f"{list(batch.shapes[name])}, into {_listed(planned)}: it is gathered and split in every call",
@@ -295,9 +296,10 @@ class LocalInputs:
         if case not in self._faults:
             self._faults[case] = batch, passes, self._fault(batch, passes, wanted(batch), with_samples)
         *_, fault = self._faults[case]
-        if fault and not self._has_said_gathered and self.everyone.rank == 0:
+        has_rows = all(0 not in shape for part in batch.parts for shape in part.values())  # as in ``own_part``
+        if fault and has_rows and not self._has_said_gathered and self.everyone.rank == 0:
             warn_user(f"{fault}: they are gathered and split again in every such step", UserWarning)
-        self._has_said_gathered |= bool(fault)
+        self._has_said_gathered |= bool(fault) and has_rows
         return not fault
 
     def _fault(self, batch: Batch, passes: Passes, wanted: Sequence[Wanted], with_samples: Collection[str]) -> str:

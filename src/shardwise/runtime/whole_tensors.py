@@ -34,11 +34,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
     Raises:
         ShardwiseError: If it is not known which part of which tensor it is.
     """
-    held = list(held_tensors())
+    held = list(held_tensors(with_whole=True))
     states = ((state, record) for state, record, is_part in optimizer_states(held) if is_part)
     gradients = ((part.grad, record) for part, record in held if part.grad is not None)
     record = next((record for part, record in chain(held, gradients, states) if _is_same(tensor, part)), None)
-    if record is None and held and not isinstance(tensor, torch.nn.Parameter):
+    if record is None and any(held_tensors()) and not isinstance(tensor, torch.nn.Parameter):
         raise ShardwiseError(
             f"a tensor of shape {list(tensor.shape)} is no parameter, buffer, gradient or optimizer state of a "
             "parallel module: it is unknown which part of which tensor it is",

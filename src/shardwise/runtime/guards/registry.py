@@ -75,8 +75,9 @@ class ShardRecord:
         return gather_whole(sent, self.layout, f"the whole of {self.name}", self.ranks).to(part.device)
 
 
-# Not a cache: torch's functions are global, so this registry must be too. It has only modules that hold shards.
+# Not a cache: torch's functions are global, so this registry must be too. Guards see only modules that hold shards.
 _holders: WeakKeyDictionary[torch.nn.Module, Mapping[str, ShardRecord]] = WeakKeyDictionary()
+_whole: WeakKeyDictionary[torch.nn.Module, Mapping[str, ShardRecord]] = WeakKeyDictionary()  # the others
 # Modules of which this rank holds some stages -> all ranks that hold a stage.
 _everyone: WeakKeyDictionary[torch.nn.Module, Communicator] = WeakKeyDictionary()
 
@@ -108,6 +109,7 @@ def register_module(
     if everyone is not None:
         _everyone[module] = everyone
     elif not any(held_tensor.is_shard for held_tensor in records.values()):
+        _whole[module] = records
         return False
     _holders[module] = records
     return True
@@ -130,9 +132,10 @@ def records_of(tensors: Iterable[torch.Tensor]) -> list[ShardRecord | None]:
     return [held.get(id(tensor)) for tensor in tensors]
 
 
-def held_tensors() -> Iterator[tuple[torch.Tensor, ShardRecord]]:
-    """Yield the parameters and buffers of all living modules that hold shards, with their records."""
-    for module, records in list(_holders.items()):
+def held_tensors(*, with_whole: bool = False) -> Iterator[tuple[torch.Tensor, ShardRecord]]:
+    """Yield the parameters and buffers of all living modules that hold shards, with their records. ``with_whole``: of
+    all parallel modules."""
+    for module, records in [*_holders.items(), *(_whole.items() if with_whole else ())]:
         for name, tensor in tensors_of(module):
             if name in records:
                 yield tensor, records[name]
