@@ -85,7 +85,8 @@ def execute(
     Args:
         request: What to plan.
         exact_refusal: Whether this is the question itself, not a variant of it: a first verdict is shown, and a refusal
-            of stages names the least memory over all cuts, which takes longer, not of some.
+            of stages names the least memory over all cuts, which takes longer, not of some. Of a variant that moves
+            values to the host, the first size of a micro-batch that fits is taken.
         captures: Earlier requests with what was captured for them; a variant of one that changes neither the call nor
             its dtypes is not captured again. This one is added.
         seconds: When planning ends with the best plan so far, which is announced with its gap. A first Ctrl-C
