@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, listed
 from shardwise.graph.call_arguments import call_module, divide_targets
 from shardwise.graph.capture import Capture
 from shardwise.graph.fakes import deep_copy
@@ -203,8 +203,8 @@ class OneDevice:
 
         def gained(returned: Mapping[str, torch.Tensor]) -> torch.Tensor:
             hidden = [name for value, name in terms.whole.terms if value not in returned]
-            if hidden and self.start.passes.statistics:  # the module normalizes per micro-batch, the graph does not
-                what = f"{', '.join(hidden)}: batch norm takes its statistics per micro-batch, and so must these terms"
+            if hidden and (written := sorted(self.start.passes.statistics)):  # per micro-batch, which the graph is not
+                what = f"{', '.join(hidden)}: every micro-batch updates {listed(written)}, which these terms may read"
                 fix = "have the module return them, and name the outputs in per_micro_batch"
                 raise ShardwiseError(f"verify cannot compare {what}", fix=fix)
             of_batch = returned if not hidden else {**interpret(terms.whole, bound), **returned}
