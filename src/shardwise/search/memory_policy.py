@@ -305,8 +305,8 @@ def _leaving(graph: Graph, inside: Collection[str]) -> set[str]:
 
 class GraphValues:
     """The values of a graph, as recomputation sees them. ``root``: the value that first had a value's memory;
-    ``wanted``: the memories that backward reads; ``fixed``: operators that are never repeated; ``of_parameters``: views
-    of parameters, which live as long as these."""
+    ``wanted``: the memories that backward reads; ``fixed``: operators that are never repeated; ``views``: operators
+    whose result is a view; ``of_parameters``: those of parameters, which live as long as these."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
