@@ -22,7 +22,7 @@ positions are considered; of more, only those that the fewest bytes cross.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -129,8 +129,11 @@ class StagePartition:
                 fix=f"ask for at most {len(ops)} stages",
             )
         costs = _costs(graph, ops, prices)
-        at = _positions(costs["sent"], num_stages)
-        sent = np.array([costs["sent"][p] if 0 < p < len(ops) else 0.0 for p in at])
+        crossing = costs.pop("sent")
+        for first, last in _rewritten(graph, ops, free):
+            crossing[first + 1 : last + 1] = inf
+        at = _positions(crossing, num_stages)
+        sent = np.array([crossing[p] if 0 < p < len(ops) else 0.0 for p in at])
         summed = {name: np.concatenate([[0.0], np.cumsum(cost)])[at] for name, cost in costs.items()}
         between = {name: total[None, :] - total[:, None] for name, total in summed.items()}
         is_stage = between["reads"] > 0
@@ -171,7 +174,9 @@ class StagePartition:
         slowest = StageCut.of(values).value
         if slowest == inf:
             raise PlanError(
-                f"{len(values)} stages need parameters each, and no cut gives all some", fix="ask for fewer stages"
+                f"{len(values)} stages need parameters each, and no cut gives all some (none is possible between "
+                "operators that read and write one buffer)",
+                fix="ask for fewer stages",
             )
         most = SLOWEST_STAGE_SLACK * slowest if slowest < OVER_LIMIT_PENALTY else slowest
         total, chosen = np.concatenate([[0.0], np.full(len(self.sent) - 1, inf)]), []
@@ -295,9 +300,23 @@ def _costs(graph: Graph, ops: Sequence[Op], prices: Prices) -> dict[str, Floats]
     return {**costs, "sent": np.cumsum(change)[:-1]}
 
 
+def _rewritten(graph: Graph, ops: Sequence[Op], free: frozenset[str]) -> Iterator[tuple[int, int]]:
+    """Yield, for every buffer with computed new values, its first reader and the operator that makes them. They belong
+    to one stage: only cotangents are sent backward."""
+    makers = {name: i for i, op in enumerate(ops) for name in op.results}
+    for buffer, value in graph.mutations:
+        repeated = {buffer}
+        for op in graph.ops:
+            if free.issuperset(op.results) and not repeated.isdisjoint(op.operands):
+                repeated.update(op.results)
+        readers = (i for i, op in enumerate(ops) if not repeated.isdisjoint(op.operands))
+        if value in makers and (first := next(readers, makers[value])) < makers[value]:
+            yield first, makers[value]
+
+
 def _positions(sent: Floats, num_stages: int) -> list[int]:
     """Return the positions where stages may begin, as indices of operators, and the end."""
-    inner = list(range(1, len(sent)))
+    inner = [position for position in range(1, len(sent)) if sent[position] < inf]
     most = max(MAX_CUT_POSITIONS, num_stages)
     if len(inner) > most:
         inner = sorted(sorted(inner, key=lambda position: (sent[position], position))[:most])
