@@ -16,7 +16,7 @@ from raising import raises
 from shardwise.errors import PlanError, PlanWarning
 from shardwise.programs import time_axis
 from shardwise.programs.micro_batches import pass_sizes
-from shardwise.proof import ranks
+from shardwise.proof import runs
 
 EQUAL = 1e-10  # float64, over sums of some thousand terms
 BATCH = 8
@@ -395,10 +395,10 @@ def test_without_counts_of_the_whole_batch_or_with_a_penalty_in_every_pass_micro
 def test_masks_that_do_not_know_which_samples_a_pass_has_are_found():
     module, inputs = made("dropout")
     plan = sw.plan(module, inputs, 2, mode="data_parallel", global_batch=BATCH, micro_batch=2)
-    real = ranks.values_of_step
+    real = runs.values_of_step
 
     def mutated(graph, whole, first):
         return real(graph, whole, lambda: torch.tensor(0))
 
-    with mock.patch.object(ranks, "values_of_step", mutated):
+    with mock.patch.object(runs, "values_of_step", mutated):
         assert not sw.verify(module, inputs, plan, steps=1).ok

@@ -74,7 +74,7 @@ class Passes:
     """A step over a batch as micro-batches. ``sizes``: the samples of each; ``prelude``: the graph over the whole batch
     that runs before them, or None; ``whole``: the values that it delivers; ``graphs``: size -> graph of a micro-batch;
     ``statistics``: names of the buffers that every micro-batch writes; other buffers are written once. ``terms``: the
-    graphs of what one device takes per micro-batch."""
+    graphs of what one device takes per micro-batch. ``local``: the operators that treat a micro-batch as the batch."""
 
     sizes: tuple[int, ...]
     prelude: Graph | None
@@ -82,6 +82,7 @@ class Passes:
     graphs: Mapping[int, Graph]
     statistics: frozenset[str]
     terms: TermGraphs | None = None
+    local: frozenset[str] = frozenset()
 
     @staticmethod
     def of(
@@ -98,7 +99,7 @@ class Passes:
         graphs = {size: pass_graph(split, size, captured) for size in dict.fromkeys(sizes)}
         statistics = frozenset(split.graph.source_of[buffer].names[0] for buffer in split.statistics)
         terms = TermGraphs.of(split, captured, graphs)
-        return Passes(sizes, split.prelude_graph, split.prelude, graphs, statistics, terms)
+        return Passes(sizes, split.prelude_graph, split.prelude, graphs, statistics, terms, frozenset(split.local))
 
     @staticmethod
     def over(

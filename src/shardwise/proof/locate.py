@@ -32,7 +32,7 @@ def first_wrong(ranks: VirtualRanks, wrong: Sequence[TensorError], tolerance: fl
     expected: dict[str, Tensor] = {}
     for stage, (part, spmd) in enumerate(zip(parts, ranks.first.spmds, strict=True)):
         taken = {s.value: expected[s.value] for s in part.sources if s.kind == "activation"}
-        given = step.given(part, 0, step.whole[0]) | taken
+        given = ranks.start.given(part, 0, step.whole[0]) | taken
         sources = ranks.start.bindings(part, ranks.full, 0, given)
         received = [
             {name: shard(x, spmd.layouts[name], coordinates) for name, x in taken.items()}

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from shardwise.costs.pipeline_simulation import Action
 from shardwise.errors import ShardwiseError
-from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref, Source
 from shardwise.graph.written_out import SEED
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
-from shardwise.plans.bind_stages import BoundStages, only_read
+from shardwise.plans.bind_stages import BoundStages
 from shardwise.plans.plan import Plan
 from shardwise.plans.schedule import order_of, schedule_of
 from shardwise.programs.differentiate import differentiate
@@ -32,7 +31,6 @@ from shardwise.programs.grad_accum_program import GradAccumProgram, repeated
 from shardwise.programs.instructions import sent_by
 from shardwise.programs.invariants import check_program
 from shardwise.programs.lifetimes import backward_collectives
-from shardwise.programs.micro_batches import values_of_step
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import RankProgram, delivered_values, part_of
 from shardwise.programs.split_backward import split_backward
@@ -44,7 +42,6 @@ from shardwise.proof.virtual import Values as VirtualValues
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.runtime.lazy_gather import alias_buffers, separate_memory, whole_buffers, write_buffers
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.stage import rows_of_pass, with_samples_in
 
 CPU = torch.device("cpu")
 Held = list[dict[str, Tensor]]  # per device of a stage, by name
@@ -118,7 +115,6 @@ class VirtualRanks:
         }
         self.prelude = None if prelude is None else self._programs(prelude)
         self._halves: dict[tuple[int, int], list[tuple[RankProgram, RankProgram]]] = {}
-        self.split = with_samples_in(plan)
         named = {**dict(start.module.named_parameters()), **dict(start.module.named_buffers())}
         self.full = {name: tensor.detach() for name, tensor in named.items()}
         rank_of = {
@@ -263,7 +259,6 @@ class VirtualStep:
         self.ranks, self.start, self.number = ranks, ranks.start, step
         self.sizes = ranks.passes.sizes
         self.last = len(ranks.plan.stages) - 1
-        self.inputs = self.start.inputs
         self.whole: list[VirtualValues] = [{} for _ in ranks.of_stage[0]]  # values of the prelude, per device
         if ranks.passes.prelude is not None:
             self._run_prelude(ranks.passes.prelude)
@@ -276,11 +271,8 @@ class VirtualStep:
     def _run_prelude(self, prelude: Graph) -> None:
         ranks = self.ranks
         if ranks.prelude is None:  # under stages every rank computes it from whole values
-            prelude = only_read(prelude)
-            given = self.given(prelude, None, {})
-            given = {name: x.to(prelude.by_name[name].dtype) for name, x in given.items()}
-            results = interpret(prelude, self.start.bindings(prelude, ranks.current(), self.number, given))
-            self.whole = [{name: results[name].detach() for name in ranks.passes.whole} for _ in self.whole]
+            values_of_batch = self.start.of_prelude(ranks.current(), self.number)
+            self.whole = [dict(values_of_batch) for _ in self.whole]
             return
         spmd = ranks.prelude[0].spmd
         values = run_forward(ranks.clusters[0], ranks.prelude, self.bindings(0, spmd, None, self.whole))
@@ -332,20 +324,6 @@ class VirtualStep:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def given(self, graph: Graph, micro_batch: int | None, whole: VirtualValues) -> VirtualValues:
-        """Return the whole inputs of a micro-batch or of the whole batch (None), and what the step supplies, by value.
-        ``whole``: the values of the prelude."""
-        values: VirtualValues = values_of_step(
-            graph, whole, lambda: torch.tensor(sum(self.sizes[: micro_batch or 0]), device=CPU)
-        )
-        for source in graph.sources:
-            if source.kind == "input":
-                rows = self.inputs[source.names[0]]
-                if micro_batch is not None and len(self.sizes) > 1 and source.names[0] in self.ranks.split:
-                    rows = rows_of_pass(rows, sum(self.sizes[:micro_batch]), self.sizes[micro_batch], sum(self.sizes))
-                values[source.value] = rows
-        return values
-
     def bindings(
         self, stage: int, spmd: SpmdProgram, micro_batch: int | None, received: Sequence[VirtualValues]
     ) -> list[VirtualValues]:
@@ -353,7 +331,7 @@ class VirtualStep:
         by value."""
         bindings: list[VirtualValues] = []
         for rank, arrived, whole in zip(self.ranks.of_stage[stage], received, self.whole, strict=True):
-            given = self.given(spmd.graph, micro_batch, whole)
+            given = self.start.given(spmd.graph, micro_batch, whole)
             binding = dict(arrived)
             for source in spmd.graph.sources:
                 name, value = source.names[0], source.value

@@ -6,27 +6,30 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError, listed
+from shardwise.errors import ShardwiseError
 from shardwise.graph.call_arguments import call_module, divide_targets
 from shardwise.graph.capture import Capture
 from shardwise.graph.fakes import deep_copy
 from shardwise.graph.float8 import rounded_weights
 from shardwise.graph.interpret import interpret
-from shardwise.graph.ir import Graph, Ref
+from shardwise.graph.ir import Graph, Ref, needed_for
 from shardwise.graph.loss_terms import cut_terms
 from shardwise.graph.step_precision import Precision
 from shardwise.graph.to_float64 import WIDE, Dtypes, Reference, reference_mode
 from shardwise.graph.trees import flatten_output, flatten_with_path, leaf_name, storage_of
 from shardwise.graph.written_out import SEED
-from shardwise.programs.micro_batches import Passes
-from shardwise.programs.separate_batches import FIRST, TermGraphs
+from shardwise.plans.bind_stages import only_read
+from shardwise.programs.micro_batches import Passes, values_of_step
+from shardwise.programs.separate_batches import TermGraphs
 from shardwise.proof.errors_by_tensor import Values
+from shardwise.runtime.stage import rows_of_pass
 
 OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
@@ -69,6 +72,59 @@ class RunStart:
         data = self.captured.constants[value]
         return widened(data) if self.precision is None else data.cpu()
 
+    @cached_property
+    def norms(self) -> frozenset[str]:
+        """Return the batch norms: these compute per micro-batch where one device runs a whole batch (``Reference``)."""
+        return frozenset(name for name, norm in self.module.named_modules() if isinstance(norm, _BatchNorm))
+
+    @cached_property
+    def statistics(self) -> frozenset[str]:
+        """Return the buffers that every micro-batch updates, except those of batch norms."""
+        return frozenset(name for name in self.passes.statistics if name.rpartition(".")[0] not in self.norms)
+
+    @cached_property
+    def hidden_terms(self) -> tuple[str, ...]:
+        """Return the terms taken per micro-batch that the module does not return."""
+        terms = () if self.passes.terms is None else self.passes.terms.whole.terms
+        returned = {out.name for out in self.captured.graph.outputs if isinstance(out, Ref)}
+        return tuple(name for value, name in terms if value not in returned)
+
+    @cached_property
+    def runs_in_turn(self) -> bool:
+        """Return whether one device has to run the micro-batches one after another, because the loss depends on what
+        each of them computes from its samples alone for a buffer."""
+        graph = self.passes.graphs[self.passes.sizes[0]]
+        if graph.loss is None or not self.statistics:
+            return bool(self.hidden_terms and self.passes.statistics)
+        ops, values = needed_for([graph.loss], graph.ops)
+        read = {source.names[0] for source in graph.sources if source.value in values}
+        is_alone = any(op.name in self.passes.local and op.name.rpartition("/")[0] not in self.norms for op in ops)
+        return is_alone or bool(self.statistics & read) or bool(self.hidden_terms)
+
+    def given(
+        self, graph: Graph, micro_batch: int | None, whole: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the whole inputs of a micro-batch or of the whole batch (None), and what the step supplies, by value.
+        ``whole``: the values of the prelude."""
+        sizes, number = self.passes.sizes, micro_batch or 0
+        first, size = sum(sizes[:number]), sizes[number]
+        values = values_of_step(graph, whole, lambda: torch.tensor(first))
+        for source in graph.sources:
+            if source.kind == "input":
+                rows = self.inputs[source.names[0]]
+                is_part = micro_batch is not None and graph.by_name[source.value].shape != rows.shape
+                values[source.value] = rows_of_pass(rows, first, size, sum(sizes)) if is_part else rows
+        return values
+
+    def of_prelude(self, tensors: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+        """Return the values that are computed over the whole batch, before all micro-batches."""
+        if self.passes.prelude is None:
+            return {}
+        prelude = only_read(self.passes.prelude)
+        given = {name: x.to(prelude.by_name[name].dtype) for name, x in self.given(prelude, None, {}).items()}
+        results = interpret(prelude, self.bindings(prelude, tensors, step, given))
+        return {name: results[name].detach() for name in self.passes.whole}
+
     def bindings(
         self, graph: Graph, tensors: Mapping[str, torch.Tensor], step: int, given: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
@@ -90,7 +146,8 @@ class RunStart:
 
 class OneDevice:
     """The module on one device, over the whole batch. If a step has micro-batches, only running statistics and the
-    terms of the loss that the plan names are computed per micro-batch."""
+    terms of the loss that the plan names are computed per micro-batch. If the loss depends on such statistics, other
+    than those of a batch norm, the device runs the graphs of the micro-batches one after another instead."""
 
     def __init__(self, start: RunStart) -> None:
         self.start, self.captured, self.precision = start, start.captured, start.precision
@@ -117,7 +174,14 @@ class OneDevice:
         asked = [leaf.requires_grad for leaf in inputs.values()]
         for leaf in inputs.values():
             leaf.grad = None
-        values = self._run(step)
+        start = self.start
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        with torch.set_grad_enabled(start.runs_in_turn):  # else only the buffers are computed so
+            loss = self._run_in_turn(step, buffers) if start.runs_in_turn or start.statistics else None
+        values = loss if loss and start.runs_in_turn else self._run(step)
+        for name, buffer in self.module.named_buffers():
+            if start.runs_in_turn or name in start.statistics:
+                buffer.copy_(buffers[name])
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
                 if parameter.grad.is_sparse:  # ranks have dense gradients, and not all optimizers accept sparse ones
@@ -128,8 +192,9 @@ class OneDevice:
             if leaf.grad is not None and was_asked:
                 values["gradient", name] = leaf.grad.clone()
         for name, buffer in self.module.named_buffers():
-            if name in self.start.passes.statistics and name.rpartition(".")[2] == "num_batches_tracked":
-                buffer += len(self.start.passes.sizes) - 1  # ranks call the layer once per micro-batch
+            is_count = name.rpartition(".")[2] == "num_batches_tracked" and not start.runs_in_turn
+            if is_count and name in start.passes.statistics - start.statistics:
+                buffer += len(start.passes.sizes) - 1  # ranks call the layer once per micro-batch
             values["buffer", name] = buffer.clone()
         if self.optimizer is not None:
             self.optimizer.step()
@@ -137,18 +202,47 @@ class OneDevice:
             values["parameter", name] = parameter.detach().clone()
         return values
 
+    def _run_in_turn(self, step: int, buffers: dict[str, torch.Tensor]) -> Values:
+        """Run the graphs of the micro-batches one after another, with backward if gradients are enabled. ``buffers``
+        are updated: those that every micro-batch writes by each, others by the last. Returns the loss."""
+        start, losses = self.start, []
+        tensors = {**dict(self.module.named_parameters()), **buffers}
+        whole = start.of_prelude(tensors, step)
+        for number, size in enumerate(start.passes.sizes):
+            graph = start.passes.graphs[size]
+            values = interpret(graph, self._of_sources(graph, tensors, step, start.given(graph, number, whole)))
+            assert graph.loss is not None, "a step of several micro-batches has a loss"
+            if values[graph.loss].requires_grad:
+                _run_backward(values[graph.loss])
+            losses.append(values[graph.loss].detach())
+            for buffer, value in graph.mutations:
+                name = graph.source_of[buffer].names[0]
+                if number == len(start.passes.sizes) - 1 or name in start.passes.statistics:
+                    buffers[name].copy_(values[value].detach())
+        outputs = enumerate(self.captured.graph.outputs)
+        places = [i for i, out in outputs if isinstance(out, Ref) and out.name == self.captured.graph.loss]
+        return {("loss", f"[{i}]"): torch.stack(losses).sum(0) for i in places}
+
+    def _of_sources(
+        self, graph: Graph, tensors: Mapping[str, torch.Tensor], step: int, given: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the sources of a graph in its dtypes. What forward may overwrite is copied."""
+        bound = self.start.bindings(graph, tensors, step, given)
+        kept = {name: x if x.requires_grad else x.clone() for name, x in bound.items()}
+        return {name: tensor.to(graph.by_name[name].dtype) for name, tensor in kept.items()}
+
     def _run(self, step: int) -> Values:
         start = self.start
         values: Values = {}
         graph, tensors = self.captured.graph, {**self.tensors, **start.inputs}
         captured = ((tensors.get(source.names[0]), graph.by_name[source.value].dtype) for source in graph.sources)
-        norms = (norm for norm in self.module.modules() if isinstance(norm, _BatchNorm) and norm.momentum is None)
+        norms = (self.module.get_submodule(name) for name in start.norms)
         reference = Reference(
             step,
             start.passes.sizes,
             widens=self.precision is None,
             dtypes=Dtypes((tensor, dtype) for tensor, dtype in captured if tensor is not None),
-            averaged={id(norm.running_mean) for norm in norms if norm.running_mean is not None},
+            averaged={id(n.running_mean) for n in norms if n.momentum is None and n.running_mean is not None},
             models_default=start.models_default,
         )
         terms = None if start.passes.terms is None else self._per_micro_batch(start.passes.terms, step)
@@ -177,37 +271,22 @@ class OneDevice:
     def _per_micro_batch(self, terms: TermGraphs, step: int) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
         """Return what computes, from the terms that the module returns, what the loss gains if terms are averages over
         micro-batches. It is called after the module, whose buffers are read here."""
-
-        def of_sources(graph: Graph, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            bound = self.start.bindings(graph, self.tensors, step, given)
-            kept = {name: x if x.requires_grad else x.clone() for name, x in bound.items()}
-            return {name: tensor.to(graph.by_name[name].dtype) for name, tensor in kept.items()}
-
         averages: dict[str, torch.Tensor] = {}
-        first, batch = 0, sum(self.start.passes.sizes)
-        for size in self.start.passes.sizes:
+        sizes = self.start.passes.sizes
+        for number, size in enumerate(sizes):
             alone = terms.alone[size]
-            given = {FIRST: torch.tensor(first)}
-            for source in alone.sources:
-                if source.kind == "input":
-                    rows = self.start.inputs[source.names[0]]
-                    is_part = alone.by_name[source.value].shape != rows.shape
-                    given[source.value] = rows[first : first + size] if is_part else rows
-            values = interpret(alone, of_sources(alone, given))
+            given = self.start.given(alone, number, {})
+            values = interpret(alone, self._of_sources(alone, self.tensors, step, given))
             for term, _ in terms.whole.terms:
-                part = values[term] * (size / batch)
+                part = values[term] * (size / sum(sizes))
                 averages[term] = averages[term] + part if term in averages else part
-            first += size
-        bound, rest, loss = of_sources(terms.whole, {}), cut_terms(terms.whole)[0], terms.whole.loss
+        bound = self._of_sources(terms.whole, self.tensors, step, self.start.given(terms.whole, None, {}))
+        rest, loss = cut_terms(terms.whole)[0], terms.whole.loss
         assert loss is not None, "a step has a loss"
 
         def gained(returned: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            hidden = [name for value, name in terms.whole.terms if value not in returned]
-            if hidden and (written := sorted(self.start.passes.statistics)):  # per micro-batch, which the graph is not
-                what = f"{', '.join(hidden)}: every micro-batch updates {listed(written)}, which these terms may read"
-                fix = "have the module return them, and name the outputs in per_micro_batch"
-                raise ShardwiseError(f"verify cannot compare {what}", fix=fix)
-            of_batch = returned if not hidden else {**interpret(terms.whole, bound), **returned}
+            is_hidden = bool(self.start.hidden_terms)
+            of_batch = {**interpret(terms.whole, bound), **returned} if is_hidden else returned
             of_batch = {value: of_batch[value] for value, _ in terms.whole.terms}
             return interpret(rest, {**bound, **averages})[loss] - interpret(rest, {**bound, **of_batch})[loss]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, listed
 from shardwise.graph.autocast import check_ambient
 from shardwise.graph.batch import batch_size
 from shardwise.graph.call_arguments import call_arguments
@@ -146,7 +146,8 @@ def verify(
         example_inputs: A tuple of positional inputs (or one tensor), whole and with values. For a plan of several
             micro-batches, the whole batch of a step, of any size: ranks run its micro-batches, one device runs it at
             once. Only running statistics, and the terms of the loss that the plan takes per micro-batch, are computed
-            per micro-batch in both.
+            per micro-batch in both; if the loss depends on statistics that are not those of a batch norm, one device
+            runs the micro-batches one after another, and the report says it.
         plan: The plan to verify.
         kwargs: Named inputs, in addition to positional ones.
         loss: ``loss(output, *targets)``, as for ``sw.plan``.
@@ -239,6 +240,12 @@ class _Verification:
             is_split = plan.is_pipeline or any(at.positions for at in ranks.first.spmds[0].layouts.values())
             if ranks.passes.terms is not None:
                 notes.append(f"averaged over {plan.micro_batches} micro-batches on both sides: {', '.join(plan.terms)}")
+            if ranks.start.runs_in_turn:
+                written = listed(sorted(ranks.start.statistics or ranks.passes.statistics))
+                notes.append(
+                    f"one device runs the graphs of the {plan.micro_batches} micro-batches one after another: each "
+                    f"updates {written}, on which the loss depends"
+                )
             if plan.num_ranks > 1 and not is_split:
                 notes.append(f"nothing is split: each of {plan.num_ranks} ranks computes the whole model")
             return Report(
