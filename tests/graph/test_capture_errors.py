@@ -19,7 +19,7 @@ import shardwise as sw
 from graph.against_eager import check_against_eager
 from proving import prove
 from raising import raises
-from shardwise.errors import CaptureError
+from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.graph.capture import capture
 
 
@@ -456,6 +456,35 @@ def test_operands_of_two_dtypes_are_refused_where_kernels_take_one(call):
         Narrow()(torch.rand(4, 4))
     with raises(CaptureError, "torch.float64", source="test_capture_errors.py"):
         capture(Narrow(), (torch.rand(4, 4),))
+
+
+REFUSED = {  # inputs of two layers and their loss: what the message has
+    "whole numbers": (
+        (torch.ones(8, 4, dtype=torch.int64), torch.rand(8, 2)),
+        None,
+        ("torch.int64", "torch.float32"),
+        "0",
+    ),
+    "other features": ((torch.rand(8, 5), torch.rand(8, 2)), None, (), "0"),
+    "no samples": ((torch.rand(0, 4), torch.rand(0, 2)), None, (0,), None),
+    "no number": ((torch.rand(8, 4), torch.rand(8, 2)), lambda out, y: (out - y).sum().item(), (), None),
+    "a whole number": ((torch.rand(8, 4), torch.rand(8, 2)), lambda out, y: (out > y).sum(), ("torch.int64",), None),
+    "a number per sample": ((torch.rand(8, 4), torch.rand(8, 2)), lambda out, y: (out - y).sum(1), ([8],), None),
+}
+
+
+@pytest.mark.parametrize(("inputs", "loss", "values", "op"), REFUSED.values(), ids=REFUSED)
+def test_inputs_and_losses_that_no_step_can_have_are_named(inputs, loss, values, op) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with raises(CaptureError, *values, op=op):
+        sw.plan(module, inputs, 2, loss=loss or nn.functional.mse_loss)
+
+
+def test_inputs_with_which_the_module_fails_are_named_by_verify() -> None:
+    module, y = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)), torch.rand(8, 2)
+    plan = sw.plan(module, (torch.ones(8, dtype=torch.int64), y), 2, loss=nn.functional.mse_loss)
+    with raises(ShardwiseError, "IndexError"):
+        sw.verify(module, (torch.full((8,), 11), y), plan, loss=nn.functional.mse_loss)
 
 
 class Experts(nn.Module):

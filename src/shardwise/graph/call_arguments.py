@@ -111,6 +111,12 @@ def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:
         if isinstance(candidate, torch.Tensor) and candidate.dim() == 0 and candidate.dtype.is_floating_point:
             return candidate
     if required:
-        shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise CaptureError(f"the loss function returned {shape}, not a floating scalar", fix="reduce it: loss.mean()")
+        what, fix = (
+            type(output).__name__.replace("SymFloat", "a number"),
+            "return the loss as a tensor, without .item() or float()",
+        )
+        if isinstance(output, torch.Tensor):
+            what = f"{list(output.shape)} of {output.dtype}"
+            fix = "reduce it: loss.mean()" if output.dim() else "compute it from floating-point tensors"
+        raise CaptureError(f"the loss function returned {what}, not a floating scalar", fix=fix)
     return None

@@ -63,8 +63,8 @@ def explain_export_error(error: Exception) -> CaptureError:
             section="tensor-values",
         )
     fix = (
-        "forward must run with these inputs on one device and on fake (data-free) CPU tensors; it must not choose a "
-        "device (.cuda())"
+        "forward and the loss must run with these inputs on one device and on fake (data-free) CPU tensors; they must "
+        "not choose a device (.cuda())"
     )
     if "Disabling autocast" in first:
         what = "the model calls torch.autocast for a device type that this machine lacks, where autocast does nothing"
@@ -77,7 +77,8 @@ def explain_export_error(error: Exception) -> CaptureError:
         return CaptureError(
             f"{used[0]} in forward cannot be captured ({first})", source=source, fix=CONSTRUCTS[used[0]]
         )
-    return CaptureError(f"the model cannot be captured: {type(error).__name__}: {first}", source=source, fix=fix)
+    what = f"the model cannot be captured: {type(error).__name__}: {first}"
+    return CaptureError(what, op=_module_of(error), source=source, fix=fix)
 
 
 def flex_attention_error(error: ShardwiseError) -> CaptureError | None:
@@ -105,6 +106,19 @@ def _construct(filename: str) -> str:
     if path.parts[-2:] == ("attention", "flex_attention.py"):
         return FLEX_ATTENTION
     return TRANSFORMS if path.parent.name == "_functorch" and path.stem in ("vmap", "eager_transforms", "apis") else ""
+
+
+def _module_of(error: BaseException) -> str:
+    """Return the path of the innermost submodule that runs in a traceback, or "" outside all of them."""
+    paths: dict[int, str] = {}
+    path, step = "", error.__traceback__
+    while step is not None:
+        here = step.tb_frame.f_locals
+        if step.tb_frame.f_code is run_model.__code__:
+            paths = {id(module): name for name, module in here["module"].named_modules()}
+        path = paths.get(id(here.get("self")), path)
+        step = step.tb_next
+    return path
 
 
 def _line_of(error: BaseException) -> str:

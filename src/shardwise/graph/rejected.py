@@ -85,16 +85,16 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
 
 
 def reject_mixed_dtypes(op: Op, values: Mapping[str, Value], origin: Op) -> None:
-    """Raise CaptureError for floating operands of several dtypes if the call's kernels accept only one.
+    """Raise CaptureError for operands of several dtypes if the call's kernels accept only one.
 
     ``values``: those of the graph, by name; ``origin``: the op on whose behalf the call is emitted.
     """
     if not isinstance(op.target, OpOverload) or operator_name(op.target) not in _OF_ONE_DTYPE:
         return
     operands = [(name, values[value.name].dtype) for name, value in arguments(op).items() if isinstance(value, Ref)]
-    floating = [(name, dtype) for name, dtype in operands if dtype.is_floating_point or dtype.is_complex]
-    if len({dtype for _, dtype in floating}) > 1:
-        dtypes = ", ".join(f"{name} is {dtype}" for name, dtype in floating)
+    numbers = [(name, dtype) for name, dtype in operands if name not in ("index", "indices", "offsets")]
+    if len({dtype for _, dtype in numbers}) > 1:
+        dtypes = ", ".join(f"{name} is {dtype}" for name, dtype in numbers)
         raise CaptureError(
             f"{operator_name(op.target)} takes operands of one dtype: {dtypes}",
             op=origin.module,
