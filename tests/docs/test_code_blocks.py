@@ -119,6 +119,7 @@ def test_pages_have_blocks_that_run() -> None:
         "museum.md",
         "checked-plans.md",
         "benchmarks.md",
+        "simulated-jobs.md",
         "operator-database.md",
         "search.md",
         "how-capture-works.md",
