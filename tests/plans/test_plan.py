@@ -132,6 +132,20 @@ def test_the_file_can_be_read_by_a_person(plan, tmp_path):
     assert entry["backward"] == [{"kind": "all_reduce", "axes": "dp", "num_bytes": 4 * 8 * 4}]
 
 
+def test_a_plan_whose_devices_all_compute_the_same_is_known():
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (torch.rand(8, 4), torch.rand(8, 2))
+    free = sw.plan(module, x, 8, loss=F.mse_loss)
+    assert free.splits_nothing
+    assert "nothing is split: each of 8 devices" in str(free)
+    options = ({"mode": "data_parallel"}, {"mesh": sw.Mesh(tp=2), "strategies": {"0": "n@tp"}}, {"stages": 2})
+    others = [
+        sw.plan(module, x, 2, loss=F.mse_loss, **of_case)
+        for of_case in (*options, {"mode": "data_parallel", "zero": 3})
+    ]
+    others.append(sw.plan(module, x, 1, loss=F.mse_loss))
+    assert not any(plan.splits_nothing or "nothing is split" in str(plan) for plan in others)
+
+
 def test_every_listed_collective_has_the_bytes_of_its_message(plan):
     """The gathered tensor of an all_gather, the input of the others, on the busiest rank."""
     found = {(c.value, e.kind): e.num_bytes for c in plan.conversions for e in (*c.forward, *c.backward)}

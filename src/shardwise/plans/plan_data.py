@@ -101,6 +101,13 @@ class PlanData:
         """Return the number of ranks of all stages."""
         return len({rank for stage in self.stages for rank in stage.placement.ranks})
 
+    @property
+    def splits_nothing(self) -> bool:
+        """Return whether each of several devices computes the whole step."""
+        splits = (s for stage in self.stages for s in stage.strategies.values() if "@" in s)
+        held = (at for stage in self.stages for at in stage.layouts.values() if at.positions)
+        return self.num_ranks > 1 and not self.is_pipeline and next(splits, None) is None and next(held, None) is None
+
     def holds(self, rank: int, name: str) -> bool:
         """Return whether a rank has a part of the parameter or buffer ``name``."""
         return not self.is_pipeline or any(

@@ -154,8 +154,8 @@ def plan_figures(plan: PlanData) -> list[tuple[str, str]]:
 
 
 def advice(plan: PlanData) -> list[str]:
-    """Return a sentence on a step that is predicted compiled, and on each thing that a large part of a simulated step
-    waits for, with what shortens it."""
+    """Return a sentence on a plan that splits nothing, on a step that is predicted compiled, and on each thing that a
+    large part of a simulated step waits for, with what shortens it."""
     cost, cluster, pipeline = plan.predicted, priced_cluster(plan), plan.pipeline
     if pipeline is not None and pipeline.compiled_seconds:
         return [f"{_COMPILED}; eager it takes {format_seconds_interval(pipeline.step_seconds, cluster)}"]
@@ -165,6 +165,9 @@ def advice(plan: PlanData) -> list[str]:
     waits = (cost.host_wait, cost.message_wait, cost.copy_wait, cost.cast_seconds)
     host, messages, copies, casts = (cost.passes * wait / cost.default_seconds for wait in waits)
     lines = []
+    if plan.splits_nothing:
+        what = f"nothing is split: each of {plan.num_ranks} devices computes the whole step"
+        lines.append(f"{what}: use a larger {larger}, or fewer devices")
     if cost.compiled_seconds and cluster is not None:
         eager = format_interval_seconds(cost.interval(cost.simulated_seconds, cluster))
         lines.append(f"{_COMPILED}; eager it takes {eager}")

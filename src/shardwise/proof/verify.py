@@ -237,7 +237,6 @@ class _Verification:
             forward, backward = records[: len(plan.stages)], records[len(plan.stages) :]
             programs = [of_stage[0] for of_stage in ranks.programs[ranks.passes.sizes[0]]]
             notes = substance.notes([(d.kind, d.name) for d in wrong])
-            is_split = plan.is_pipeline or any(at.positions for at in ranks.first.spmds[0].layouts.values())
             if ranks.passes.terms is not None:
                 notes.append(f"averaged over {plan.micro_batches} micro-batches on both sides: {', '.join(plan.terms)}")
             if ranks.start.runs_in_turn:
@@ -246,7 +245,7 @@ class _Verification:
                     f"one device runs the graphs of the {plan.micro_batches} micro-batches one after another: each "
                     f"updates {written}, on which the loss depends"
                 )
-            if plan.num_ranks > 1 and not is_split:
+            if plan.splits_nothing:
                 notes.append(f"nothing is split: each of {plan.num_ranks} ranks computes the whole model")
             return Report(
                 differences=differences,
