@@ -346,3 +346,23 @@ def test_inputs_of_the_module_are_cast_and_targets_are_not() -> None:
     ).graph
     assert (graph.by_name["args[0]"].dtype, graph.by_name["args[0]"].stored) == (FP16, FP32)
     assert (graph.by_name["kwargs['target']"].dtype, graph.by_name["kwargs['target']"].stored) == (FP32, None)
+
+
+LOSSES = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "binary cross entropy": lambda y, target: F.binary_cross_entropy_with_logits(y, target.sigmoid()),
+    "cross entropy with probabilities": lambda y, target: F.cross_entropy(y, target.softmax(-1)),
+    "of low targets": lambda y, target: F.mse_loss(y, target.to(BF16)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mean_loss_has_the_dtype_that_it_has_alone(name: str) -> None:
+    module, batch = nn.Linear(8, 4), (torch.randn(8, 8), torch.randn(8, 4))
+    for options in ({}, {"micro_batch": 2}):
+        plan = sw.plan(
+            module, batch, 2, loss=LOSSES[name], mode="data_parallel", precision=sw.Precision(compute=BF16), **options
+        )
+        prove(module, batch, plan, loss=LOSSES[name])

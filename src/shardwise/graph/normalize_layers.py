@@ -212,8 +212,9 @@ def _mean_loss(loss: Callable[[int], Tensor], scores: Tensor, count: Callable[[T
     if scores.dtype not in _LOW_PRECISION:
         total = loss(SUM)
         return total / count(total)
-    total = loss(NONE).sum(dtype=torch.float32)
-    return (total / count(total)).to(scores.dtype)
+    each = loss(NONE)
+    total = each.sum(dtype=torch.float32)
+    return (total / count(total)).to(each.dtype)  # the targets may be in float32, and so is the loss
 
 
 def _class_loss(
