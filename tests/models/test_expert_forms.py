@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -12,9 +13,22 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from graph.against_eager import check_against_eager
 from models.breadth import tiny_of
-from models.expert_models import WIDTH, Added, Assigned, Batched, Dense, Einsum, ExpertChoice, Loop, Mixture, Modules
+from models.expert_models import (
+    WIDTH,
+    Added,
+    Assigned,
+    Batched,
+    Dense,
+    Einsum,
+    ExpertChoice,
+    Loop,
+    Mixture,
+    Modules,
+    Stack,
+)
 from models.zoo_transformers import mixtral
 from raising import raises
+from shardwise.errors import PlanWarning
 from shardwise.graph.capture import capture
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Ref
@@ -78,7 +92,6 @@ def test_products_have_the_dtype_of_autocast() -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("experts", [4, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.sampled(3)
-@pytest.mark.filterwarnings("ignore:parameters of experts")
 def test_tokens_of_every_form_travel(form: str, mesh: str, experts: int) -> None:
     module, tp = FORMS[form][0](experts), "tp" in mesh
     plan = sw.plan(
@@ -87,8 +100,43 @@ def test_tokens_of_every_form_travel(form: str, mesh: str, experts: int) -> None
     sent = exchanges(plan)
     expected = {"batched": 3, "modules": 5, "assigned": 4}.get(form, 2)  # tokens, biases and results
     assert len(sent) >= expected if tp else len(sent) == expected, plan
+    matrices = [
+        at for name, at in plan.layouts.items() if "router" not in name and name.endswith(("weight", "up", "down"))
+    ]
+    assert matrices
+    assert all(prod(at.max_local_shape) * 2 <= prod(at.shape) for at in matrices), plan
     report = sw.verify(module, (X,), plan)
     assert report.is_equal, report
+
+
+@pytest.mark.parametrize("kind", [Modules, Assigned])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": sw.Mesh(ep=4), "micro_batch": 2},
+        {"mesh": sw.Mesh(ep=2), "micro_batch": 2, "stages": 2},
+        {"mesh": sw.Mesh(dp=2, ep=2), "zero": 3},
+        {"mesh": sw.Mesh(dp=2, ep=2), "zero": 1, "recompute": "full"},
+    ],
+    ids=["micro-batches", "stages", "zero 3", "zero 1, recompute"],
+)
+@pytest.mark.sampled(2)
+def test_lists_of_experts_are_divided_under_every_lever(kind: type[Mixture], options: dict[str, Any]) -> None:
+    module = Stack(kind)
+    plan = sw.plan(module, (X,), 4, strategies={"layers.*.experts": "e@ep"}, **options)
+    held = {name: at for stage in plan.stages for name, at in stage.layouts.items() if name.endswith("up.weight")}
+    assert len(held) == 8
+    assert all(prod(at.max_local_shape) * 2 <= prod(at.shape) for at in held.values()), held
+    report = sw.verify(module, (X,), plan)
+    assert report.ok, report
+
+
+def test_experts_whose_matrices_no_axis_divides_stay_whole_with_a_warning() -> None:
+    module, x = Modules(5), torch.randn(5, 8, WIDTH)
+    with pytest.warns(PlanWarning, match=r"experts\.0\.gate\.weight"):
+        plan = sw.plan(module, (x,), 5, mesh=sw.Mesh(ep=5), strategies={"": "e@ep"})
+    assert str(plan.layouts["experts.0.gate.weight"]) == "[12, 8]"
+    assert sw.verify(module, (x,), plan).is_equal
 
 
 @pytest.mark.parametrize("kind", [ExpertChoice, Dense])
@@ -392,12 +440,3 @@ def test_numbers_of_experts_are_those_of_an_index(strategy: str) -> None:
     for wrong in (4, -5):
         with raises(IndexError, wrong, "out of bounds"):
             sw.verify(module, (x, torch.tensor([0, 1, wrong, 3, 2, 2])), plan)
-
-
-@pytest.mark.parametrize("zero", [None, 3])
-def test_experts_in_modules_that_stay_whole_on_every_device_are_announced(zero: int | None) -> None:
-    model, options = Modules(), {"mesh": sw.Mesh(ep=4), "zero": zero}
-    with pytest.warns(sw.errors.PlanWarning, match=r"experts\.0\.\w+\.weight.*one parameter"):
-        plan = sw.plan(model, (X,), 4, strategies={"": "e@ep"}, **options)
-    layout = plan.layouts["experts.0.gate.weight"]
-    assert layout.max_local_shape == layout.shape

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from launch.gloo_ranks import RunRanks
-from models.expert_models import WIDTH, Batched
+from models.expert_models import WIDTH, Batched, Mixture, Modules
 from runtime.training import check_close, state_of, train
 
 
@@ -20,9 +20,9 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"x": torch.randn(8, 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))}
 
 
-def go_on(source: Path | None, target: Path, steps: int, **settings: Any) -> list[float]:
+def go_on(kind: type[Mixture], source: Path | None, target: Path, steps: int, **settings: Any) -> list[float]:
     """More steps from a checkpoint, and one of their own; on a rank, or (without settings) in one process."""
-    module: nn.Module = Batched().double()
+    module: nn.Module = kind().double()
     if settings:
         mesh = sw.Mesh(ep=dist.get_world_size())
         how: dict[str, Any] = {"mesh": mesh, "strategies": {"": "e@ep"}, "search": "sharding_propagation", **settings}
@@ -36,18 +36,19 @@ def go_on(source: Path | None, target: Path, steps: int, **settings: Any) -> lis
     return losses
 
 
-def on_ranks(source: Path | None, target: Path, steps: int, zero: int | None) -> list[float]:
-    return go_on(source, target, steps, zero=zero)
+def on_ranks(kind: type[Mixture], source: Path | None, target: Path, steps: int, zero: int | None) -> list[float]:
+    return go_on(kind, source, target, steps, zero=zero)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kind", [Batched, Modules])
 def test_checkpoints_go_from_four_owners_to_two_and_to_one_process_and_back(
-    run_ranks: RunRanks, tmp_path: Path
+    kind: type[Mixture], run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     four, two, one, again = (tmp_path / name for name in ("four", "two", "one", "again"))
-    losses = [run_ranks(on_ranks, 4, None, four, 3, None), run_ranks(on_ranks, 2, four, two, 2, 1)]
-    losses += [[go_on(two, one, 1)], run_ranks(on_ranks, 4, one, again, 2, None)]
-    alone, loaded = Batched().double(), Batched().double()
+    losses = [run_ranks(on_ranks, 4, kind, None, four, 3, None), run_ranks(on_ranks, 2, kind, four, two, 2, 1)]
+    losses += [[go_on(kind, two, one, 1)], run_ranks(on_ranks, 4, kind, one, again, 2, None)]
+    alone, loaded = kind().double(), kind().double()
     wanted = train(alone, map(batch, range(8)), torch.optim.AdamW(alone.parameters(), lr=1e-2)).losses
     for ranks in losses:
         own, wanted = wanted[: len(ranks[0])], wanted[len(ranks[0]) :]

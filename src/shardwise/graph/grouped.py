@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from shardwise.graph.custom_operators import global_indices
+from shardwise.graph.ir import Graph, Op
 from shardwise.graph.operator_library import ATOMS, kernel
 
 _PARTS = f"{ATOMS}, bool skips=False, bool is_sorted=False"
@@ -238,3 +239,12 @@ def keys_of_rows(rows: torch.Tensor, received: torch.Tensor, num_keys: int, owne
 def experts_of(ends: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the expert of each of ``rows`` sorted rows. ``ends``: one past the last row of each expert."""
     return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
+
+
+def stacked_weights(graph: Graph, op: Op) -> Op | None:
+    """Return the operator that stacks the matrices of a product by expert, where each expert has its own (a list of
+    modules); None for any other operator."""
+    made = graph.producer.get(op.operands[1]) if op.target is grouped_mm._opoverload else None
+    while made is not None and made.target is not torch.ops.aten.stack.default:
+        made = graph.producer.get(made.operands[0]) if made.operands else None
+    return made

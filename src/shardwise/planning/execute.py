@@ -22,7 +22,7 @@ from shardwise.garbage_collector import with_rare_gc
 from shardwise.graph.autocast import no_autocast
 from shardwise.graph.batch import batch_size
 from shardwise.graph.capture import Capture, capture
-from shardwise.graph.grouped import grouped_mm
+from shardwise.graph.grouped import grouped_mm, stacked_weights
 from shardwise.graph.ir import Graph
 from shardwise.graph.stage_marks import marks_of
 from shardwise.graph.step_precision import Precision
@@ -475,21 +475,20 @@ def _announce_one_memory(cluster: Cluster) -> None:
 def _announce_held_experts(plan: Plan, graph: Graph) -> None:
     """Warn about experts that are divided by a strategy while every device holds the parameters of all of them."""
     held: dict[str, int] = {}
+    layouts = {name: layout for stage in plan.stages for name, layout in stage.layouts.items()}
     for op in graph.ops:
-        if not named_factors(str(plan.strategies.get(op.name, ""))) & {"e", "K"} or op.target != grouped_mm._opoverload:
+        stack = stacked_weights(graph, op)
+        if stack is None or not named_factors(str(plan.strategies.get(op.name, ""))) & {"e", "K"}:
             continue
-        made = graph.producer.get(op.operands[1])
-        while made is not None and made.target != torch.ops.aten.stack.default:
-            made = graph.producer.get(made.operands[0]) if made.operands else None
-        for name in made.operands if made is not None else ():
-            layout = plan.layouts.get(name)
+        for name in stack.operands:
+            layout = layouts.get(name)
             if layout is not None and layout.max_local_shape == layout.shape:
                 held[name] = graph.by_name[name].num_bytes
     if held:
         warn_user(
             "parameters of experts in a list of modules stay whole on every device "
-            f"({format_bytes(sum(held.values()))}: {listed([*held])}): the strategy divides their rows and arithmetic, "
-            "not their memory. For less memory keep the weights of all experts in one parameter, "
+            f"({format_bytes(sum(held.values()))}: {listed([*held])}): the axes of the experts divide no dim of these. "
+            "For less memory choose sizes that they divide, or keep the weights of all experts in one parameter, "
             "nn.Parameter(torch.empty(num_experts, inputs, outputs))",
             PlanWarning,
         )

@@ -247,13 +247,7 @@ class OneDevice:
         )
         terms = None if start.passes.terms is None else self._per_micro_batch(start.passes.terms, step)
         with reference_mode(reference), nullcontext() if self.precision is None else self.precision.around_call():
-            try:
-                output = self._output(reference)
-            except ShardwiseError:
-                raise
-            except (IndexError, RuntimeError, ValueError) as error:
-                what = f"the model fails on one device: {type(error).__name__}: {error}"
-                raise ShardwiseError(what, fix="pass inputs with which the module itself runs") from error
+            output = self._output(reference)
         leaves, _ = flatten_output(output)
         self._check_outputs(leaves)
         taken = {} if start.passes.terms is None else dict(start.passes.terms.whole.terms)

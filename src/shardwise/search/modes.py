@@ -15,12 +15,14 @@ from typing import Literal, get_args
 from shardwise.errors import ShardwiseError
 from shardwise.graph.annotate import SUMMED
 from shardwise.graph.batch import batch_size
+from shardwise.graph.grouped import stacked_weights
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import (
     BY_KEY,
     INVARIANT,
     Choices,
     ShardPosition,
+    Split,
     Where,
     layout_of,
     splits_owners,
@@ -61,6 +63,7 @@ def choose(
         axes = mesh.sub_axes if mode == "data_parallel" else ()
         return _complete(graph, factored, mesh, {}, axes, storage, frozenset(), movable=False)
     axes = data_axes(mesh, fixed)
+    fixed = _with_divided_lists(graph, factored, mesh, fixed)
     if mode == "auto":
         return _complete(graph, factored, mesh, fixed, axes, storage, frozenset(), movable=True)
     default = _complete(graph, factored, mesh, {}, axes, storage, frozenset(), movable=False)
@@ -83,6 +86,27 @@ def with_travelling_rows(factored: Factored, fixed: Choices) -> Choices:
         op: {axis: BY_KEY if splits_owners(choice, factored.rules[op]) else choice for axis, choice in choices.items()}
         for op, choices in fixed.items()
     }
+
+
+def _with_divided_lists(graph: Graph, factored: Factored, mesh: Mesh, fixed: Choices) -> Choices:
+    """Return the user's choices with every matrix of a list of experts divided where the experts are. Each device keeps
+    a part of all matrices, and an all-to-all of these parts gives it the whole matrices of its own experts."""
+    divided = dict(fixed)
+    for name, choices in fixed.items():
+        op, rule = graph.op_by_name[name], factored.rules[name]
+        stack = stacked_weights(graph, op)
+        if stack is None or stack.name in fixed:
+            continue
+        of_stack = factored.rules[stack.name]
+        parts = [of_stack.factor(factor) for dim in of_stack.operands[0] for factor in dim]
+        left = {part.name: part.size for part in parts if part.kind == "parallel"}
+        for axis, choice in choices.items():
+            size = mesh.sizes[axis]
+            factor = next((factor for factor, length in left.items() if length % size == 0), None)
+            if factor is not None and (choice == BY_KEY or splits_owners(choice, rule)):
+                left[factor] //= size
+                divided[stack.name] = {**divided.get(stack.name, {}), axis: Split(factor)}
+    return divided
 
 
 def data_axes(mesh: Mesh, fixed: Choices) -> tuple[str, ...]:
