@@ -18,6 +18,11 @@ from shardwise.mindspore.holding import holding_of
 from shardwise.mindspore.tensor_methods import CALLED, METHODS, by_caller, dtype_of
 
 
+def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    """Return a tensor that shares an array's memory."""
+    return torch.from_numpy(array).as_subclass(Tensor)
+
+
 class _Kind(type(torch.Tensor)):  # type: ignore[misc]  # mypy cannot name this base
     """``isinstance(x, Tensor)`` holds for all torch tensors: parameters, and tensors inside ``construct``."""
 
@@ -56,12 +61,7 @@ class Tensor(torch.Tensor, metaclass=_Kind):
         args, kwargs = pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    @staticmethod
-    def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-        """Return a tensor that shares an array's memory."""
-        return from_numpy(array)
-
-    vars().update(METHODS)
+    vars().update(METHODS, from_numpy=staticmethod(from_numpy))
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
         return np.asarray(METHODS["asnumpy"](self), dtype)
@@ -238,11 +238,6 @@ def as_torch(data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
             np.array([np.asarray(as_torch(item)) for item in data]) if listed else data, dtype=None if listed else dtype
         )
     return tensor if dtype is None else tensor.to(dtype)
-
-
-def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """Return a tensor that shares an array's memory."""
-    return torch.from_numpy(array).as_subclass(Tensor)
 
 
 def tensor(input_data: Any = None, dtype: Any = None, shape: Any = None, init: Any = None) -> Tensor:

@@ -18,8 +18,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.mindspore import context
 from shardwise.mindspore.ir.execute import Execution
-from shardwise.mindspore.ir.origins import Origins
-from shardwise.mindspore.ir.page import Page, Strategy
+from shardwise.mindspore.ir.page import Origins, Page, Strategy
 from shardwise.mindspore.library import Graph, Layout, apply_strategy, bind, localize
 
 EXECUTE = 18  # the reference's number of the phase that prints it

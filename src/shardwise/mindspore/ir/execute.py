@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.mindspore.communication.management import gnu_hash, group_name, group_ranks_name
-from shardwise.mindspore.ir.origins import Origins
-from shardwise.mindspore.ir.page import Page, Shape, Strategy, attribute, tensor_text
+from shardwise.mindspore.ir.page import Origins, Page, Shape, Strategy, attribute, tensor_text
 from shardwise.mindspore.library import (
     Conversion,
     LocalOp,

@@ -13,7 +13,7 @@ from shardwise.errors import problem
 from shardwise.mindspore import strict
 from shardwise.mindspore.checks import channels_first, fraction, one_of
 from shardwise.mindspore.named import classes_of
-from shardwise.mindspore.ops.of_torch import of_functions
+from shardwise.mindspore.ops.of_torch import of_functions, sizes_of
 from shardwise.mindspore.ops.primitive import OfSettings, Primitive, Simple, Whole, along
 from shardwise.mindspore.strict import Faults, Shapes, Strategy
 from shardwise.mindspore.tensor_methods import dims_of, narrowed, product
@@ -36,11 +36,6 @@ REDUCTIONS = classes_of({
 }, Simple, __name__)  # fmt: skip
 
 
-def _place_and_value(extreme: Callable[..., Any], x: Any, axis: int, keep_dims: bool) -> tuple[Any, Any]:
-    value, index = extreme(x, axis, keepdim=keep_dims)
-    return index, value
-
-
 def _summed(x: Any, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Any:
     """Cumulative sums: ``CumSum(exclusive, reverse)(x, axis)``. ``exclusive`` leaves out the element itself,
     ``reverse`` starts at the last one."""
@@ -56,10 +51,6 @@ def _multiplied(x: Any, axis: int, *, exclusive: bool = False, reverse: bool = F
         y = torch.cat((torch.ones_like(y.narrow(axis, 0, 1)), y.narrow(axis, 0, y.shape[axis] - 1)), axis)
     y = y.cumprod(axis)
     return y.flip(axis) if reverse else y
-
-
-def _axes(axis: Any) -> tuple[int, ...]:
-    return (axis,) if isinstance(axis, int) else tuple(axis)
 
 
 def layer_norm(
@@ -114,7 +105,7 @@ def _sparse_cross_entropy(logits: Any, labels: Any, *, is_grad: bool = False) ->
 
 
 def _normalised(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
-    return {0: (_axes(self.axis), "over which it is normalised")}
+    return {0: (sizes_of(self.axis), "over which it is normalised")}
 
 
 def _from_begin(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
@@ -127,21 +118,27 @@ def _last(why: str) -> Callable[..., Whole]:
 
 
 # Along one dim one operator of torch, along several dims several.
-_SOFTMAX = {"lead": property(lambda self: 0 if len(_axes(self.axis)) > 1 else None), "whole": _normalised}
+_SOFTMAX = {"lead": property(lambda self: 0 if len(sizes_of(self.axis)) > 1 else None), "whole": _normalised}
 CLASSES = classes_of({
     # -- reductions; the first four return the index of the largest or smallest element of a dim
-    "ArgMaxWithValue": (None, lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.max, x, axis, keep_dims),
-                        {"lead": None}),
-    "ArgMinWithValue": (None, lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.min, x, axis, keep_dims),
-                        {"lead": None}),
-    "Argmax": (None, lambda x, *, axis=-1, output_type=torch.int32: x.argmax(axis).to(output_type), {"lead": None}),
-    "Argmin": (None, lambda x, *, axis=-1, output_type=torch.int32: x.argmin(axis).to(output_type), {"lead": None}),
+    "ArgMaxWithValue": lambda x, *, axis=0, keep_dims=False: torch.max(x, axis, keep_dims)[::-1],
+    "ArgMinWithValue": lambda x, *, axis=0, keep_dims=False: torch.min(x, axis, keep_dims)[::-1],
+    "Argmax": lambda x, *, axis=-1, output_type=torch.int32: x.argmax(axis).to(output_type),
+    "Argmin": lambda x, *, axis=-1, output_type=torch.int32: x.argmin(axis).to(output_type),
+    "Sort": (None, lambda x, *, axis=-1, descending=False: narrowed(x.sort(axis, descending=descending)), {
+        "whole": along("which it sorts")}),
+    "TopK": (None, lambda x, k, *, sorted=True: narrowed(x.topk(k, -1, sorted=sorted)), {
+        "whole": _last("of which it finds the largest elements")}),
+    # -- losses
+    "BinaryCrossEntropy": (None, lambda logits, labels, weight=None, *, reduction="mean": F.binary_cross_entropy(
+        logits, labels, weight, reduction=reduction), {
+            "sums": True, "checks": {"reduction": one_of("mean", "sum", "none")}}),
+    "SigmoidCrossEntropyWithLogits": lambda logits, label: F.binary_cross_entropy_with_logits(
+        logits, label, reduction="none"),
+}, Simple, __name__, lead=None) | classes_of({
+    # -- scans
     "CumProd": (None, _multiplied, {"whole": along("along which it accumulates", 1)}),
     "CumSum": (None, _summed, {"whole": along("along which it accumulates", 1)}),
-    "Sort": (None, lambda x, *, axis=-1, descending=False: narrowed(
-        x.sort(axis, descending=descending)), {"lead": None, "whole": along("which it sorts")}),
-    "TopK": (None, lambda x, k, *, sorted=True: narrowed(x.topk(k, -1, sorted=sorted)),
-             {"lead": None, "whole": _last("of which it finds the largest elements")}),
     # -- norms
     "BatchNorm": (None, _batch_norm, {
         "dims": "n c b..., c, c, c, c",
@@ -150,16 +147,11 @@ CLASSES = classes_of({
     "L2Normalize": (None, lambda x, *, axis=0, epsilon=1e-4: (
         x * x.square().sum(axis, keepdim=True).clamp(min=epsilon).rsqrt()), {"whole": _normalised}),
     "LayerNorm": (None, layer_norm, {"whole": _from_begin}),
-    "LogSoftmax": (None, lambda x, *, axis=-1: torch.log_softmax(x, _axes(axis)[0]), _SOFTMAX),
-    "Softmax": (None, lambda x, *, axis=-1: torch.softmax(
-        x, _axes(axis)[0]) if len(_axes(axis)) == 1 else torch.exp(x - x.logsumexp(axis, keepdim=True)), _SOFTMAX),
+    "LogSoftmax": (None, lambda x, *, axis=-1: torch.log_softmax(x, sizes_of(axis)[0]), _SOFTMAX),
+    "Softmax": (None, lambda x, *, axis=-1: torch.softmax(x, sizes_of(axis)[0]) if len(sizes_of(axis)) == 1
+                else torch.exp(x - x.logsumexp(axis, keepdim=True)), _SOFTMAX),
     # -- losses
-    "BinaryCrossEntropy": (None, lambda logits, labels, weight=None, *, reduction="mean": F.binary_cross_entropy(
-            logits, labels, weight, reduction=reduction),
-        {"sums": True, "lead": None, "checks": {"reduction": one_of("mean", "sum", "none")}}),
     "L2Loss": (None, lambda x: x.square().sum() / 2, {"sums": True}),
-    "SigmoidCrossEntropyWithLogits": (None, lambda logits, label: F.binary_cross_entropy_with_logits(
-        logits, label, reduction="none"), {"lead": None}),
     "SoftmaxCrossEntropyWithLogits": (None, _cross_entropy, {
         "whole": _last("the classes"), "same": "the strategies of logits and labels must be equal"}),
     "SparseSoftmaxCrossEntropyWithLogits": (None, _sparse_cross_entropy, {
@@ -171,9 +163,7 @@ CLASSES = classes_of({
 
 
 def _squeezed(x: Any, axis: Any) -> Any:
-    axes = ((axis,) if isinstance(axis, int) else tuple(axis)) or tuple(
-        d for d, size in enumerate(x.shape) if size == 1
-    )
+    axes = sizes_of(axis) or tuple(d for d, size in enumerate(x.shape) if size == 1)
     for dim in axes:
         if x.shape[dim] != 1:
             raise ValueError(problem(f"Squeeze of dim {dim}, which has size {x.shape[dim]}", fix="a dim of size 1"))
@@ -246,10 +236,6 @@ class Slice(_Cut):
         )
 
 
-def _joined(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
-    return dict.fromkeys(range(len(shapes)), ((self.axis,), "along which the inputs are joined"))
-
-
 # The operators of the last table take no strategy: their layout follows from their neighbours', or every device makes
 # its part of a new tensor.
 SHAPES = {
@@ -257,10 +243,11 @@ SHAPES = {
         **of_functions("ExpandDims=expand_dims; Tile; Transpose"),
         "BroadcastTo": (None, lambda x, *, shape: x.expand(shape), {
             "checks": {"shape": lambda _, shape: tuple(shape)}}),
-        "Concat": (None, lambda tensors, *, axis=0: torch.cat(tuple(tensors), axis), {"whole": _joined}),
-        "Pack": lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis),
+        "Concat": (None, lambda tensors, *, axis=0: torch.cat(tuple(tensors), axis), {
+            "whole": lambda self, shapes, args: dict.fromkeys(
+                range(len(shapes)), ((self.axis,), "along which the inputs are joined"))}),
         "Squeeze": lambda x, *, axis=(): _squeezed(x, axis),
-        "Stack": lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis),
+        **dict.fromkeys(("Pack", "Stack"), lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis)),
         "Unstack": (None, lambda x, *, axis=0, num=None: x.unbind(axis), {"whole": along("which is cut into parts")}),
     }, Simple, __name__, lead=None),
     **classes_of({
