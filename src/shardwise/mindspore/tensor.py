@@ -80,11 +80,10 @@ class Tensor(torch.Tensor, metaclass=_Kind):
         space = "\n" if self.dim() > 1 else " "
         return f"Tensor(shape={list(self.shape)}, dtype={_kind(self.dtype)}, value={space}{values})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = plain(self).detach().clone().as_subclass(Tensor).requires_grad_(self.requires_grad)
-        copied: Tensor = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
 
 def _has_values(x: torch.Tensor) -> bool:
@@ -201,12 +200,11 @@ class Parameter(nn.Parameter):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(self.asnumpy(), dtype, copy=copy)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             kept = self.param_name, self.requires_grad, self.layerwise_parallel, self.parallel_optimizer
             memo[id(self)] = Parameter(self.detach().clone(), *kept)
-        copied: Parameter = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         data = self.detach().as_subclass(torch.Tensor)

@@ -29,13 +29,9 @@ def names_of(columns: str | Sequence[str]) -> tuple[str, ...]:
     names = (columns,) if isinstance(columns, str) else columns
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
         raise TypeError(problem(f"the names of columns are {columns!r}", fix='give a list: ["input", "label"]'))
-    return once(tuple(names))
-
-
-def once(names: tuple[str, ...]) -> tuple[str, ...]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(problem(f'there are two columns "{twice[0]}"', fix="name every column once"))
-    return names
+    return tuple(names)
 
 
 def named(columns: str | Sequence[str], column_names: Sequence[str]) -> tuple[str, ...]:

@@ -288,10 +288,6 @@ def _normalized(image: Any, *, mean: Any, std: Any, is_hwc: bool = True) -> Arra
     return np.asarray((array - mean) / std)
 
 
-def _channels_first(image: Any) -> Array:
-    return np.moveaxis(np.atleast_3d(np.asarray(image)), -1, 0)
-
-
 def _chosen(image: Any, *, policy: Any) -> Any:
     """One of several lists of (function, probability), chosen at random."""
     for function, probability in policy[np.random.randint(len(policy))]:
@@ -338,7 +334,7 @@ FUNCTIONS: dict[str, Any] = {
     "Rotate": _rotated, "ToNumpy": lambda image: np.array(image), "ToPIL": lambda image: Image.fromarray(
         array[..., 0] if (array := np.asarray(image)).ndim == 3 and array.shape[2] == 1 else array),
     "ToTensor": lambda image, *, output_type=np.float32: (
-        _channels_first(image).astype(np.float32) / 255).astype(output_type),
+        np.moveaxis(np.atleast_3d(np.asarray(image)), -1, 0).astype(np.float32) / 255).astype(output_type),
     "ToType": lambda image, *, output_type: np.asarray(image).astype(output_type),
     "VerticalFlip": lambda image: _mirrored(image, 0),
 }  # fmt: skip

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import within
-from shardwise.mindspore.named import TABLES, Function, WithSettings, classes_of
+from shardwise.mindspore.named import TABLES, classes_of
 from shardwise.mindspore.nn.cell import Cell
+from shardwise.mindspore.nn.simple import Simple
 from shardwise.mindspore.ops.arithmetic import CLASSES as ELEMENTWISE
 from shardwise.mindspore.ops.dims import CLASSES as OPERATORS
 from shardwise.mindspore.ops.dims import REDUCTIONS as OVER_DIMS
@@ -54,10 +55,8 @@ class LossBase(Cell):
 _Loss = LossBase  # older programs import this name
 
 
-class LossOfFunction(WithSettings, LossBase):
+class LossOfFunction(Simple, LossBase):
     """The loss ``function(*inputs, **settings)``. Weights are buffers."""
-
-    function: Function
 
     def _take(self, values: dict[str, Any]) -> None:
         LossBase.__init__(self, values.get("reduction", "mean"))
@@ -66,9 +65,6 @@ class LossOfFunction(WithSettings, LossBase):
                 self.register_buffer(name, None if value is None else as_torch(value))
             elif name != "reduction":
                 setattr(self, name, value)
-
-    def construct(self, *inputs: Any, **named: Any) -> Any:
-        return type(self).function(*inputs, **named, **self._chosen())
 
 
 class SoftmaxCrossEntropyWithLogits(LossBase):

@@ -18,7 +18,7 @@ from shardwise.mindspore import calls, context, rank_groups
 from shardwise.mindspore.checks import from_on, not_negative, note
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, holding_of, own_shard
-from shardwise.mindspore.named import Function, WithSettings, bound_to, classes_of, signature_of
+from shardwise.mindspore.named import SETTINGS, Function, WithSettings, bound_to, classes_of, signature_of
 from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor, as_ours
@@ -327,9 +327,7 @@ class Momentum(_OfMomentum, learning_rate=..., momentum=..., weight_decay=0.0, l
     nesterov = property(lambda self: self.use_nesterov)
 
 
-class SGD(
-    _OfMomentum, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, loss_scale=1.0
-):
+class SGD(_OfMomentum, **SETTINGS["nn.SGD"]):
     """v = momentum * v + (1 - dampening) * gradient (at first the gradient); parameter -= learning_rate * v, or with
     ``nesterov`` learning_rate * (gradient + momentum * v)."""
 

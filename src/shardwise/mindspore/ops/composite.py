@@ -92,14 +92,12 @@ class MultitypeFuncGraph:
         return added
 
     def __call__(self, *args: Any) -> Any:
-        for types, body in self._bodies:
-            if len(types) == len(args) and all(isinstance(x, arg) for x, arg in zip(args, types, strict=True)):
-                return body(*args)
-        for types, body in self._bodies:  # versions pass either numbers or tensors
-            if len(types) == len(args):
-                converted = [_as_kind(x, kind) for x, kind in zip(args, types, strict=True)]
-                if all(isinstance(x, kind) for x, kind in zip(converted, types, strict=True)):
-                    return body(*converted)
+        bodies = [(types, body) for types, body in self._bodies if len(types) == len(args)]
+        for converted in (lambda x, kind: x, _as_kind):  # versions pass either numbers or tensors
+            for types, body in bodies:
+                operands = [*map(converted, args, types)]
+                if all(map(isinstance, operands, types)):
+                    return body(*operands)
         types_of_args = ", ".join(type(arg).__name__ for arg in args)
         what = f"{self.name} has no body for ({types_of_args})"
         raise TypeError(problem(what, fix=f"@{self.name}.register(...) one"))

@@ -46,12 +46,11 @@ def _divergence(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
     return elementwise.sum() / {"sum": 1, "mean": elementwise.numel(), "batchmean": elementwise.shape[0]}[reduction]
 
 
-def _log_alpha(log_probs: Tensor, targets: Tensor, *lengths_and_blank: Any) -> Tensor | None:
+def _log_alpha(log_probs: Tensor, targets: Tensor, *lengths_and_blank: Any) -> Any:
     """Return the log-probabilities of all prefixes of the targets [n, t, 2 s + 1]; None in a split cell."""
     if torch.compiler.is_exporting():
         return None
-    table: Tensor = torch._ctc_loss(log_probs.detach(), targets, *lengths_and_blank)[1]
-    return table
+    return torch._ctc_loss(log_probs.detach(), targets, *lengths_and_blank)[1]
 
 
 def classes_loss(x: Tensor, labels_indices: Tensor, labels_values: Tensor, sequence_length: Tensor, ignore_longer: bool,

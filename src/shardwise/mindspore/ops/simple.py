@@ -5,6 +5,7 @@ Positional arguments are those of the call, keyword-only arguments those of the 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,6 @@ from shardwise.mindspore.ops.of_torch import of_functions
 from shardwise.mindspore.ops.primitive import Primitive, Simple
 from shardwise.mindspore.tensor import Tensor
 from shardwise.mindspore.tensor_methods import dims_of, dtype_of
-
-
-def _depth_to_space(x: Any, block: int) -> Any:
-    n, c, h, w = x.shape
-    blocks = x.reshape(n, block, block, c // block**2, h, w).permute(0, 3, 4, 1, 5, 2)
-    return blocks.reshape(n, c // block**2, h * block, w * block)
 
 
 def _momentum(variable: Any, sums: Any, rate: Any, gradient: Any, momentum: Any, nesterov: bool) -> Any:
@@ -70,15 +65,11 @@ def _lstm(
     return tuple(map(torch.stack, zip(*results, strict=True)))
 
 
-def _only(kept: Any) -> Function:
-    """Return a check for a setting's only value."""
-
-    def check(name: str, value: Any) -> Any:
-        if value != kept:
-            raise NotImplementedError(problem(f"DynamicRNN({name}={value!r})", fix=f"{name}={kept!r}; nn.LSTM, nn.GRU"))
-        return value
-
-    return check
+def _only(name: str, value: Any, *, kept: Any) -> Any:
+    """Check for a setting's only value."""
+    if value != kept:
+        raise NotImplementedError(problem(f"DynamicRNN({name}={value!r})", fix=f"{name}={kept!r}; nn.LSTM, nn.GRU"))
+    return value
 
 
 def _hooked(x: Any, hook: Function) -> Any:
@@ -101,14 +92,14 @@ def _hooked(x: Any, hook: Function) -> Any:
 SIMPLE: dict[str, Any] = {
     **of_functions(TABLES["ops"]["primitives"]),
     # -- shapes
-    "DepthToSpace": lambda x, *, block_size: _depth_to_space(x, block_size),
+    "DepthToSpace": lambda x, *, block_size: F.pixel_shuffle(
+        x.unflatten(1, (block_size**2, -1)).transpose(1, 2).flatten(1, 2), block_size),
     "Einsum": lambda operands, *, equation: torch.einsum(equation, *operands),
     "Meshgrid": lambda inputs, *, indexing="xy": tuple(torch.meshgrid(*inputs, indexing=indexing)),
     "MirrorPad": lambda x, paddings, *, mode="REFLECT": mirrored(x, paddings, mode),
     "Pad": lambda x, *, paddings: mirrored(x, paddings, "CONSTANT"),
-    "SpaceToDepth": lambda x, *, block_size: x.reshape(
-        *x.shape[:2], x.shape[2] // block_size, block_size, x.shape[3] // block_size, block_size
-    ).permute(0, 3, 5, 1, 2, 4).flatten(1, 3),
+    "SpaceToDepth": lambda x, *, block_size: F.pixel_unshuffle(x, block_size).unflatten(
+        1, (-1, block_size**2)).transpose(1, 2).flatten(1, 2),
     # -- reductions
     "ReduceStd": lambda x, *, axis=(), unbiased=True, keep_dims=False: (
         torch.std(x, dims_of(x, axis), correction=int(unbiased), keepdim=keep_dims),
@@ -154,7 +145,7 @@ SIMPLE: dict[str, Any] = {
     direction="UNIDIRECTIONAL", cell_depth=1, use_peephole=False, keep_prob=1.0, cell_clip=-1.0, num_proj=0,
     time_major=True, activation="tanh", forget_bias=0.0, is_training=True: _lstm(
         x, w, b, seq_length, init_h, init_c, forget_bias, keep_prob if is_training else 1.0, cell_clip),
-        {"checks": {name: _only(value) for name, value in (
+        {"checks": {name: partial(_only, kept=value) for name, value in (
             ("cell_type", "LSTM"), ("direction", "UNIDIRECTIONAL"), ("cell_depth", 1), ("use_peephole", False),
             ("num_proj", 0), ("time_major", True), ("activation", "tanh"))}}),
     "Roll": lambda x, *, shift, axis=None: torch.roll(x, shift, axis),

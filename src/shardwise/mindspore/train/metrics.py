@@ -139,10 +139,6 @@ def _accuracy(output: Array, label: Array, *, eval_type: str = "classification")
     return float((output.argmax(1) == _classes(output, label)).mean())
 
 
-def _f1(right: Array, predicted: Array, labels: Array) -> Array:
-    return _ratio(2 * right, labels + predicted)
-
-
 def _in_top(output: Array, label: Array, *, k: int) -> float:
     """The fraction of rows whose label is among the k largest outputs."""
     best = np.argsort(-output, 1, kind="stable")[:, :k]
@@ -213,7 +209,7 @@ CLASSES: dict[str, Any] = {
         "Top5CategoricalAccuracy": lambda output, label: _in_top(output, label, k=5),
     }, _Kept, __name__),
     **classes_of({
-        "F1": lambda output, label: _f1(*_counts(output, label)),
+        "F1": lambda output, label: _ratio(2 * (counts := _counts(output, label))[0], counts[1] + counts[2]),
         "Precision": lambda output, label, *, eval_type="classification": _ratio(
             *_counts(output, label, eval_type)[:2]),
         "Recall": lambda output, label, *, eval_type="classification": _ratio(*_counts(output, label, eval_type)[::2]),
