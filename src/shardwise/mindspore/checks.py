@@ -78,13 +78,13 @@ def from_on(name: str, value: Any, low: int, fix: str = "a whole number") -> int
     return value
 
 
-def numbers(is_right: Callable[[str, Any], bool], fix: str) -> Check:
-    """Return a check for numbers for which ``is_right`` holds."""
+def numbers(is_right: Callable[[str, Any], bool], fix: str, kind: Callable[[Any], Any] = lambda value: value) -> Check:
+    """Return a check for numbers for which ``is_right`` holds, which are stored as ``kind``."""
 
     def check(name: str, value: Any) -> Any:
         if not is_right(name, value):
             raise ValueError(problem(f"{name} is {value}", fix=fix))
-        return value
+        return kind(value)
 
     return check
 

@@ -100,10 +100,10 @@ def scaled(inputs: Any, factor: Tensor) -> Any:
 
 
 _at_least_one = numbers(
-    lambda name, value: number(name, value) >= 1, "give 1 or more: a scale makes small gradients larger"
+    lambda name, value: number(name, value) >= 1, "give 1 or more: a scale makes small gradients larger", float
 )
 _factor = numbers(
-    lambda name, value: number(name, value) > 1, "give more than 1, usually 2: other factors would not change a scale"
+    lambda name, value: number(name, value) > 1, "give more than 1, usually 2: 1 would not change a scale", float
 )
 
 
@@ -193,7 +193,7 @@ class _Managed(_Scaling, LossScaleManager):
     loss_scale: float
 
     def get_loss_scale(self) -> float:
-        return float(self.loss_scale)
+        return self.loss_scale
 
 
 class FixedLossScaleManager(_Managed, loss_scale=128.0, drop_overflow_update=True):

@@ -86,7 +86,6 @@ class Transform(WithSettings):
 
 
 def _hot(x: Any, *, num_classes: int, smoothing_rate: float = 0.0) -> Array:
-    """Class indices as one-hot vectors. ``smoothing_rate``: label smoothing, shared by all classes."""
     numbers, rate = np.asarray(x), smoothing_rate
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_classes:
         what = f"OneHot({num_classes}) of the class {int(numbers.max())}"
@@ -96,7 +95,7 @@ def _hot(x: Any, *, num_classes: int, smoothing_rate: float = 0.0) -> Array:
 
 
 def pad_end(x: Any, *, pad_shape: Any, pad_value: Any = None) -> Array:
-    """Padding or truncation to ``pad_shape`` at the ends; None keeps a dim."""
+    """Pad or truncate the ends of an array; None in ``pad_shape`` keeps a dim."""
     array = np.asarray(x)
     shape = [length if size is None else size for length, size in zip(array.shape, pad_shape, strict=True)]
     padded = np.full(shape, pad_value or 0, array.dtype)

@@ -95,10 +95,10 @@ class Optimizer:
         """Return the learning rate of a parameter in the next step; for several parameters, a list."""
         if isinstance(param, (tuple, list)):
             return [self.get_lr_parameter(parameter) for parameter in param]
-        for group, rate in zip(self.groups, self.rates, strict=True):
-            if any(parameter is param for parameter in group["params"]):
-                return Tensor(rate(self._steps), torch.float64)
-        raise ValueError(problem(f"{type(self).__name__} has no {param!r}", fix="one of its parameters"))
+        if all(parameter is not param for parameter in self.parameters):
+            raise ValueError(problem(f"{type(self).__name__} has no {param!r}", fix="one of its parameters"))
+        rates = dict(zip(map(id, self.parameters), self._of_groups(self.rates), strict=True))
+        return Tensor(rates[id(param)](self._steps), torch.float64)
 
     @property
     def learning_rate(self) -> Any:

@@ -37,15 +37,12 @@ REDUCTIONS = classes_of({
 
 
 def _summed(x: Any, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Any:
-    """Cumulative sums: ``CumSum(exclusive, reverse)(x, axis)``. ``exclusive`` leaves out the element itself,
-    ``reverse`` starts at the last one."""
     y = (x.flip(axis) if reverse else x).cumsum(axis)
     y = y.flip(axis) if reverse else y
     return y - x if exclusive else y
 
 
 def _multiplied(x: Any, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Any:
-    """Cumulative products, with the settings of ``CumSum``."""
     y = x.flip(axis) if reverse else x
     if exclusive:
         y = torch.cat((torch.ones_like(y.narrow(axis, 0, 1)), y.narrow(axis, 0, y.shape[axis] - 1)), axis)
@@ -56,9 +53,7 @@ def _multiplied(x: Any, axis: int, *, exclusive: bool = False, reverse: bool = F
 def layer_norm(
     x: Any, gamma: Any, beta: Any, *, begin_norm_axis: int = 1, begin_params_axis: int = 1, epsilon: float = 1e-7
 ) -> tuple[Any, Any, Any]:
-    """Normalisation of x over the dims from ``begin_norm_axis`` on, times gamma plus beta: ``LayerNorm(begin_norm_axis,
-    begin_params_axis, epsilon)(x, gamma, beta)``. Gamma and beta have the dims from ``begin_params_axis`` on. It also
-    returns mean and variance."""
+    """Normalise the dims from ``begin_norm_axis`` on. Return also mean and variance."""
     begin = begin_norm_axis % x.dim()
     variance, mean = torch.var_mean(x, tuple(range(begin, x.dim())), correction=0, keepdim=True)
     if begin_params_axis % x.dim() == begin:
@@ -70,9 +65,6 @@ def _batch_norm(
     x: Any, scale: Any, bias: Any, mean: Any, variance: Any, *, is_training: bool = False, epsilon: float = 1e-5,
     momentum: float = 0.1, data_format: str = "NCHW",
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Normalisation over all dims but the second: ``BatchNorm(is_training, epsilon, momentum)(x, scale, bias, mean,
-    variance)``. Training uses the batch's own statistics and mixes them into ``mean`` and ``variance`` with weight
-    ``momentum``. It also returns the statistics that it used, twice."""
     mean, variance = mean.detach(), variance.detach()
     y = F.batch_norm(x, mean, variance, scale, bias, is_training, momentum, epsilon)
     if is_training:
@@ -82,22 +74,16 @@ def _batch_norm(
 
 
 def _dropped(x: Any, *, keep_prob: float = 0.5, Seed0: int = 0, Seed1: int = 0) -> tuple[Any, Any]:
-    """``Dropout(keep_prob)(x)``: each element is kept with probability ``keep_prob`` and divided by it, else 0; and the
-    mask. Devices draw different numbers for different elements, and equal ones for the same element."""
     scale = F.dropout(torch.ones_like(x), 1 - keep_prob, training=True)
     return x * scale, (scale != 0).to(x.dtype)
 
 
 def _cross_entropy(logits: Any, labels: Any) -> tuple[Any, Any]:
-    """Cross entropy over the last dim of ``(logits, labels)``, with labels as probabilities, and the gradient of the
-    logits. Only the loss is differentiated."""
     logarithms = logits.log_softmax(-1)
     return -(labels * logarithms).sum(-1), (logarithms.exp() - labels).detach()
 
 
 def _sparse_cross_entropy(logits: Any, labels: Any, *, is_grad: bool = False) -> Any:
-    """Mean cross entropy, or with ``is_grad`` the gradient of the logits:
-    ``SparseSoftmaxCrossEntropyWithLogits(is_grad)(logits, labels)``, with labels as class indices."""
     if is_grad:
         hot = F.one_hot(labels.long(), logits.shape[-1]).to(logits.dtype)
         return (logits.softmax(-1) - hot) / logits.shape[0]

@@ -24,10 +24,14 @@ from shardwise.mindspore.tensor import Tensor
 from shardwise.mindspore.tensor_methods import dims_of, dtype_of
 
 
-def _momentum(variable: Any, sums: Any, rate: Any, gradient: Any, momentum: Any, nesterov: bool) -> Any:
+def _momentum(
+    variable: Any, sums: Any, rate: Any, gradient: Any, momentum: Any, *, use_nesterov: bool = False,
+    use_locking: bool = False, gradient_scale: float = 1.0,
+) -> Any:  # fmt: skip
+    gradient = gradient / gradient_scale
     with torch.no_grad():
         sums.copy_(sums * momentum + gradient)
-        variable.sub_((gradient + momentum * sums if nesterov else sums) * rate)
+        variable.sub_((gradient + momentum * sums if use_nesterov else sums) * rate)
     return variable
 
 
@@ -126,16 +130,11 @@ SIMPLE: dict[str, Any] = {
     # -- boxes
     "NMSWithMask": lambda bboxes, *, iou_threshold=0.5: suppressed(bboxes, iou_threshold),
     # -- losses
-    "CTCLoss": lambda x, labels_indices, labels_values, sequence_length, *, preprocess_collapse_repeated=False,
-    ctc_merge_repeated=True, ignore_longer_outputs_than_inputs=False: classes_loss(
-        x, labels_indices, labels_values, sequence_length, ignore_longer_outputs_than_inputs,
-        (preprocess_collapse_repeated, ctc_merge_repeated)),
+    "CTCLoss": classes_loss,
     "NLLLoss": lambda logits, labels, weight, *, reduction="mean": (
         F.nll_loss(logits, labels.long(), weight, reduction=reduction), weight[labels.long()].sum()),
     # -- parameters
-    "ApplyMomentum": lambda variable, accumulation, learning_rate, gradient, momentum, *, use_nesterov=False,
-    use_locking=False, gradient_scale=1.0: _momentum(
-        variable, accumulation, learning_rate, gradient / gradient_scale, momentum, use_nesterov),
+    "ApplyMomentum": _momentum,
     "Adam": lambda var, m, v, beta1_power, beta2_power, lr, beta1, beta2, epsilon, gradient, *, use_locking=False,
     use_nesterov=False: _adam(var, m, v, lr * (1 - beta2_power) ** 0.5 / (1 - beta1_power), (beta1, beta2), epsilon,
                               gradient, 0.0, use_nesterov),
