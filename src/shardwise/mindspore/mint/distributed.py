@@ -27,7 +27,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: Any = None, backend: 
     return name
 
 
-def _written(targets: Iterable[Tensor], values: Iterable[Tensor], async_op: bool) -> Done | None:
+def _written(targets: Iterable[Tensor], values: Any, async_op: bool) -> Done | None:
     for target, value in zip(targets, values, strict=True):
         target.detach().copy_(value.reshape(target.shape))
     return Done() if async_op else None
