@@ -23,7 +23,7 @@ from shardwise.mindspore import engine
 from shardwise.mindspore.communication.management import group_name, group_ranks_name
 from shardwise.mindspore.ir import begin
 from shardwise.mindspore.ir.execute import Execution, slicing
-from shardwise.mindspore.ir.origins import Origins
+from shardwise.mindspore.ir.page import Origins
 from shardwise.plans.bind import program_of
 from shardwise.programs.moves import OverlapPart
 from shardwise.programs.program import localize

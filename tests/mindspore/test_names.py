@@ -19,7 +19,7 @@ import shardwise.mindspore as ms
 from mindspore.applied import planned_by_context
 from mindspore.operator_samples import i, r
 from raising import raises
-from shardwise.mindspore import aliases, mint, named, nn, ops
+from shardwise.mindspore import mint, named, nn, ops
 from shardwise.mindspore.nn import simple, wrapped
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.simple import SIMPLE
@@ -228,7 +228,7 @@ def test_names_that_are_said_to_be_absent_are(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_long_paths_of_imports_lead_here() -> None:
-    for path, own in aliases.PATHS.items():
+    for path, own in named.PATHS.items():
         module = importlib.import_module(f"shardwise.mindspore.{path}")
         assert module is importlib.import_module(f"shardwise.mindspore.{own}")
     from shardwise.mindspore.nn.optim.momentum import Momentum

@@ -8,7 +8,6 @@ cell. What maps to what is on the page "Coming from MindSpore" of the documentat
 import logging
 
 from shardwise.mindspore import (
-    aliases,
     amp,
     common,
     communication,
@@ -32,7 +31,7 @@ from shardwise.mindspore.context import *
 from shardwise.mindspore.dataset import records as mindrecord
 from shardwise.mindspore.layout import Layout
 from shardwise.mindspore.loss_scale import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
-from shardwise.mindspore.named import absent
+from shardwise.mindspore.named import absent, install_paths
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.ops.functional import grad, jacfwd, jacrev, jvp, shard, value_and_grad, vjp, vmap
 from shardwise.mindspore.ops.functions import is_tensor, recompute
@@ -47,7 +46,7 @@ from shardwise.mindspore.train.serialization import *
 
 __version__ = "2.10.0"  # of the reference, whose signatures, defaults and results are followed
 log = logging.getLogger("mindspore")
-aliases.install()
+install_paths(__name__)
 
 __all__ = [
     "Cell", "DynamicLossScaleManager", "FixedLossScaleManager", "Layout", "LossScaleManager", "Profiler", "amp",

@@ -78,25 +78,25 @@ def from_on(name: str, value: Any, low: int, fix: str = "a whole number") -> int
     return value
 
 
-def _numbers(is_right: Callable[[str, Any], bool], fix: str) -> Check:
-    """Return a check for numbers for which ``is_right`` holds."""
+def numbers(is_right: Callable[[str, Any], bool], fix: str, kind: Callable[[Any], Any] = lambda value: value) -> Check:
+    """Return a check for numbers for which ``is_right`` holds, which are stored as ``kind``."""
 
     def check(name: str, value: Any) -> Any:
         if not is_right(name, value):
             raise ValueError(problem(f"{name} is {value}", fix=fix))
-        return value
+        return kind(value)
 
     return check
 
 
 def within(low: float, high: float, fix: str) -> Check:
     """Return a check for a number above ``low`` and below ``high``."""
-    return _numbers(lambda _, value: low < value < high, fix)
+    return numbers(lambda _, value: low < value < high, fix)
 
 
-positive = _numbers(lambda name, value: number(name, value) > 0, "give a number above 0")
-not_negative = _numbers(lambda _, value: value >= 0, "a number from 0")
-fraction = _numbers(lambda name, value: 0 < number(name, value) <= 1, "give a number above 0, at most 1")
+positive = numbers(lambda name, value: number(name, value) > 0, "give a number above 0")
+not_negative = numbers(lambda _, value: value >= 0, "a number from 0")
+fraction = numbers(lambda name, value: 0 < number(name, value) <= 1, "give a number above 0, at most 1")
 
 
 def text(name: str, value: Any) -> str:
@@ -159,13 +159,11 @@ def option(default: Any, check: Check, *, later: str = "", meaningless: str = ""
     """
 
     def checked(name: str, value: Any) -> Any:
-        stored = check(name, value)
+        stored, fix = check(name, value), f"leave {name} at {default!r}"
         if stored != default and later:
-            what = f"{name}={value!r}: {later} in a later version"
-            raise NotImplementedError(problem(what, fix=f"leave {name} at {default!r}"))
+            raise NotImplementedError(problem(f"{name}={value!r}: {later} in a later version", fix=fix))
         if stored != default and meaningless:
-            what = f"{name}={value!r} means nothing here: {meaningless}"
-            raise ValueError(problem(what, fix=f"leave {name} at {default!r}"))
+            raise ValueError(problem(f"{name}={value!r} means nothing here: {meaningless}", fix=fix))
         if stored != default and idle:
             note(f"{name}={value!r} has no effect here: {idle}")
         return stored

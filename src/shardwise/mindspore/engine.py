@@ -53,14 +53,15 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_split() or _runs_by_itself(cell, (args, kwargs)):
         _check_whole(cell)
         with inside():
-            return pytree.tree_map(as_ours, nn.Module.__call__(cell, *args, **kwargs))
-    if staged.is_on() and not hasattr(cell, "micro_size"):
-        return pytree.tree_map(as_ours, _outside_of_stages(cell, args, kwargs))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor)):
-        return pytree.tree_map(as_ours, _of_computed(cell, args, kwargs))
-    split, result = run(cell, args, kwargs)
-    if split.local and not split.par.plan.is_pipeline:
-        result = pytree.tree_map(partial(_own_rows, rows=_rows_of(split.par)), result)
+            result = nn.Module.__call__(cell, *args, **kwargs)
+    elif staged.is_on() and not hasattr(cell, "micro_size"):
+        result = _outside_of_stages(cell, args, kwargs)
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor)):
+        result = _of_computed(cell, args, kwargs)
+    else:
+        split, result = run(cell, args, kwargs)
+        if split.local and not split.par.plan.is_pipeline:
+            result = pytree.tree_map(partial(_own_rows, rows=_rows_of(split.par)), result)
     return pytree.tree_map(as_ours, result)
 
 
@@ -85,8 +86,8 @@ def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         what = f"{type(cell).__name__} is trained with pipeline_stages={context.options().pipeline_stages}"
         fix = "train nn.PipelineCell(net_with_loss, micro_size); for evaluation call set_train(False)"
         raise RuntimeError(problem(what, fix=fix))
-    with inside(), torch.no_grad(), holding.whole(cell):
-        return nn.Module.__call__(cell, *args, **kwargs)
+    with inside(), torch.no_grad():
+        return torch.func.functional_call(cell, holding.with_whole_parameters(cell), args, kwargs)
 
 
 def _check_whole(cell: nn.Module) -> None:

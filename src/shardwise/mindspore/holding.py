@@ -4,8 +4,7 @@ stored: the copies over which they are sharded, the split counts that programs g
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -109,19 +108,6 @@ def gathered(tensor: torch.Tensor, holding: Held | None) -> torch.Tensor:
     return joined(holding, [(rank, rows[rank]) for rank in holding.ranks])[0]
 
 
-@contextmanager
-def whole(cell: nn.Module) -> Iterator[None]:
-    """Give every rank all parameters and buffers of a cell within the context. All ranks must call it."""
-    parts = [(x, x.data) for x in (*cell.parameters(), *cell.buffers()) if holding_of(x) is not None]
-    try:
-        for tensor, part in parts:
-            tensor.data = gathered(part, holding_of(tensor))
-        yield
-    finally:
-        for tensor, part in parts:
-            tensor.data = part
-
-
 class _Gathered(torch.autograd.Function):
     """All-gather of a parameter. Every rank has the same whole cotangent and keeps its part."""
 
@@ -131,16 +117,15 @@ class _Gathered(torch.autograd.Function):
         return gathered(parameter, holding_of(parameter)).clone()
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
-        part: torch.Tensor = own_shard(cotangent, ctx.parameter)
-        return part
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        return own_shard(cotangent, ctx.parameter)
 
 
 def with_whole_parameters(cell: nn.Module) -> dict[str, torch.Tensor]:
     """Return a cell's parameters and buffers by name, gathering the split ones. All ranks must call it."""
     named = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
     apply: Any = _Gathered.apply
-    return {name: apply(x) if (of := holding_of(x)) and of.layout.positions else x for name, x in named.items()}
+    return {name: apply(x) if (of := holding_of(x)) and of.is_split else x for name, x in named.items()}
 
 
 def copies(parameter: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.errors import problem
 from shardwise.mindspore import rank_groups
-from shardwise.mindspore.checks import from_on, integer, number
+from shardwise.mindspore.checks import from_on, integer, number, numbers
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import as_gradient, parameter_of
 from shardwise.mindspore.named import WithSettings
@@ -90,26 +90,21 @@ def _tensors(inputs: Any) -> Iterator[Tensor]:
         raise TypeError(problem(f"{inputs!r} is not a tensor", fix="give tensors, in tuples or lists"))
 
 
-def _scaled(inputs: Any, factor: Tensor) -> Any:
+def scaled(inputs: Any, factor: Tensor) -> Any:
     """Multiply every tensor of a nest by ``factor`` and keep its dtype."""
     if isinstance(inputs, Tensor):
         return as_gradient((inputs * factor.to(inputs.device)).to(inputs.dtype), parameter_of(inputs))
     if isinstance(inputs, tuple | list):
-        return type(inputs)(_scaled(item, factor) for item in inputs)
+        return type(inputs)(scaled(item, factor) for item in inputs)
     raise TypeError(problem(f"{inputs!r} is not a tensor", fix="give tensors, in tuples or lists"))
 
 
-def _at_least_one(name: str, value: Any) -> float:
-    if number(name, value) < 1:
-        raise ValueError(problem(f"{name} is {value}", fix="give 1 or more: a scale makes small gradients larger"))
-    return float(value)
-
-
-def _factor(name: str, value: Any) -> float:
-    if number(name, value) <= 1:
-        what = f"{name} is {value}, which would not change a scale"
-        raise ValueError(problem(what, fix="give more than 1, usually 2"))
-    return float(value)
+_at_least_one = numbers(
+    lambda name, value: number(name, value) >= 1, "give 1 or more: a scale makes small gradients larger", float
+)
+_factor = numbers(
+    lambda name, value: number(name, value) > 1, "give more than 1, usually 2: 1 would not change a scale", float
+)
 
 
 def _window(name: str, value: Any) -> int:
@@ -146,11 +141,11 @@ class LossScaler(_Scaling, ABC, scale_value=...):
 
     def scale(self, inputs: Any) -> Any:
         """Multiply tensors, nested in tuples or lists, by the scale."""
-        return _scaled(inputs, self.scale_value)
+        return scaled(inputs, self.scale_value)
 
     def unscale(self, inputs: Any) -> Any:
         """Divide tensors, nested in tuples or lists, by the scale."""
-        return _scaled(inputs, 1 / self.scale_value)
+        return scaled(inputs, 1 / self.scale_value)
 
     @abstractmethod
     def adjust(self, grads_finite: Tensor | bool) -> bool:

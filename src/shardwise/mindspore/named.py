@@ -1,4 +1,4 @@
-"""Shared parts of operator tables: settings of functions, argument aliases, and errors for missing names.
+"""Shared parts of operator tables: settings of functions, argument aliases, import paths, and errors for missing names.
 
 An entry of a table is a function whose positional arguments are tensors and whose keyword-only arguments are settings.
 ``lambda x, *, alpha=1.0: F.elu(x, alpha)`` becomes a cell or a primitive whose constructor takes ``alpha``.
@@ -12,7 +12,7 @@ import tomllib
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
@@ -244,6 +244,24 @@ def absent(
         raise AttributeError(text)
 
     return missing
+
+
+PATHS = {path: target for target, paths in TABLES["paths"].items() for path in paths.split()}  # path there -> here
+
+
+def install_paths(home: str) -> None:
+    """Make the long import paths of the reference importable. Their modules say what stands for a missing name."""
+    for path, target in PATHS.items():
+        module = import_module(f"{home}.{target}")
+        sys.modules.setdefault(f"{home}.{path}", module)
+        vars(module).setdefault("__getattr__", absent(module.__name__, partial(_names, module)))
+        parent, _, leaf = path.rpartition(".")
+        vars(sys.modules[f"{home}.{parent}".rstrip(".")]).setdefault(leaf, module)  # import parent.leaf as name
+
+
+def _names(module: ModuleType) -> Iterable[str]:
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    return getattr(module, "__all__", own)
 
 
 def module_of(path: str, members: Mapping[str, Any]) -> ModuleType:

@@ -30,6 +30,7 @@ from shardwise.mindspore.checks import (
     whole,
 )  # fmt: skip
 from shardwise.mindspore.library import BUCKET_BYTES
+from shardwise.mindspore.named import TABLES
 
 DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # values of dataset_strategy
 DatasetStrategy = str | tuple[tuple[int, ...], ...]
@@ -112,6 +113,7 @@ def _follow(name: str, value: Any) -> bool:
     return bool(value)
 
 
+_IDLE, _MEANINGLESS = TABLES["options"]["idle"], TABLES["options"]["meaningless"]
 _LATER_NORMS = "norms of every rank's own gradients follow"
 
 
@@ -127,9 +129,7 @@ class Options:
     global_rank: int = option(0, whole(0, 4095))
     gradients_mean: bool = option(False, flag)
     gradient_fp32_sync: bool = option(True, flag)
-    loss_repeated_mean: bool = option(
-        True, flag, meaningless="a loss that several ranks hold is one loss, and its gradient is counted once"
-    )
+    loss_repeated_mean: bool = option(True, flag, meaningless=_MEANINGLESS["loss_repeated_mean"])
     parallel_mode: str = option(ParallelMode.STAND_ALONE, one_of(*ParallelMode.MODE_LIST))
     search_mode: str = option("recursive_programming", one_of(*SEARCH_MODES))
     parameter_broadcast: bool = option(False, flag)
@@ -139,15 +139,10 @@ class Options:
     dataset_strategy: DatasetStrategy = option(DATA_PARALLEL, _dataset_strategy)
     enable_parallel_optimizer: bool = option(False, flag)
     force_fp32_communication: bool = option(False, flag)
-    enable_alltoall: bool = option(
-        True, flag, idle="an all-to-all moves less than gathering and slicing, on every machine"
-    )
+    enable_alltoall: bool = option(True, flag, idle=_IDLE["enable_alltoall"])
     all_reduce_fusion_config: tuple[int, ...] = option((), _indices)
     pipeline_stages: int = option(1, whole(1, 4096))
-    pipeline_segments: int = option(
-        1, whole(1, 4096),
-        meaningless="cell.pipeline_segment, with pipeline_interleave, sets which of two segments a cell is in",
-    )  # fmt: skip
+    pipeline_segments: int = option(1, whole(1, 4096), meaningless=_MEANINGLESS["pipeline_segments"])
     pipeline_result_broadcast: bool = option(False, flag)
     pipeline_config: dict[str, Any] = option(
         PIPELINE_CONFIG, entries({"pipeline_interleave": flag, "pipeline_scheduler": _scheduler}, PIPELINE_CONFIG)
@@ -291,15 +286,11 @@ class AlgoParameters:
     """Parameters of ``set_algo_parameters`` for the searches. The reference's switches have one setting here. The two
     numbers are kept without effect, as in the reference while their switches are off."""
 
-    fully_use_devices: bool = option(
-        True, flag, idle="the search prices splits over all devices and over fewer of them"
-    )
+    fully_use_devices: bool = option(True, flag, idle=_IDLE["fully_use_devices"])
     elementwise_op_strategy_follow: bool = option(False, _follow)
-    enable_algo_approxi: bool = option(
-        False, flag, idle="the search keeps all candidates that may be best; a plan has its gap"
-    )
+    enable_algo_approxi: bool = option(False, flag, idle=_IDLE["enable_algo_approxi"])
     algo_approxi_epsilon: float = option(0.1, fraction)
-    tensor_slice_align_enable: bool = option(False, flag, idle="no device here computes in units of one slice size")
+    tensor_slice_align_enable: bool = option(False, flag, idle=_IDLE["tensor_slice_align_enable"])
     tensor_slice_align_size: int = option(16, whole(1, 1024))
 
 
@@ -312,17 +303,15 @@ class CostModel:
     """Parameters of ``set_cost_model_context``. Prices are those of the cluster, so that those of the search have no
     effect; the fusion of gradients' messages has (``message_bytes``)."""
 
-    device_memory_capacity: float = option(
-        16.0 * 1024**3, positive, idle='set_context(max_device_memory="30GB") sets it'
-    )
+    device_memory_capacity: float = option(16.0 * 1024**3, positive, idle=_IDLE["device_memory_capacity"])
     costmodel_alpha: float = _priced(1.0)
     costmodel_beta: float = _priced(400.0)
     costmodel_gamma: float = _priced(0.001, fraction)
     costmodel_communi_threshold: float = _priced(2048.0)
     costmodel_communi_const: float = _priced(3072.0)
     costmodel_communi_bias: float = _priced(1024.0)
-    multi_subgraphs: bool = option(False, flag, idle="a network is one graph, of any number of parts")
-    run_phase: int = option(0, whole(0, 1), idle="a cell in evaluation is planned for evaluation")
+    multi_subgraphs: bool = option(False, flag, idle=_IDLE["multi_subgraphs"])
+    run_phase: int = option(0, whole(0, 1), idle=_IDLE["run_phase"])
     costmodel_allreduce_fusion_algorithm: int = option(0, whole(0, 2))
     costmodel_allreduce_fusion_times: int = option(0, whole(0, 2**31))
     costmodel_allreduce_fusion_tail_percent: float = option(0.1, number)
@@ -330,7 +319,7 @@ class CostModel:
     costmodel_allreduce_fusion_allreduce_inherent_time: float = option(0.1, number)
     costmodel_allreduce_fusion_allreduce_bandwidth: float = option(0.1, positive)
     costmodel_allreduce_fusion_computation_time_parameter: float = option(
-        0.1, number, idle="the first message fixes the size of all, not the time of backward behind it"
+        0.1, number, idle=_IDLE["costmodel_allreduce_fusion_computation_time_parameter"]
     )
 
     def message_bytes(self, gradient_bytes: int, otherwise: int) -> int:

@@ -20,19 +20,11 @@ from shardwise.mindspore.context import get_cost_model_context as get_cost_model
 from shardwise.mindspore.context import reset_cost_model_context as reset_cost_model_context
 from shardwise.mindspore.context import set_cost_model_context as set_cost_model_context
 from shardwise.mindspore.layout import Layout
-from shardwise.mindspore.named import absent, functions_of
+from shardwise.mindspore.named import TABLES, absent, functions_of
 from shardwise.mindspore.nn.wrap import DistributedGradReducer, PipelineCell, PipelineGradReducer
 from shardwise.mindspore.ops.functional import shard
 from shardwise.mindspore.options import ALIASES, CHECKS, ParallelMode
-from shardwise.mindspore.train import (
-    build_searched_strategy,
-    load_distributed_checkpoint,
-    merge_pipeline_strategys,
-    rank_list_for_transform,
-    restore_group_info_list,
-    transform_checkpoint_by_rank,
-    transform_checkpoints,
-)
+from shardwise.mindspore.train import serialization
 
 MODES: dict[str, dict[str, str]] = {
     "semi_auto": {"parallel_mode": "semi_auto_parallel"},
@@ -164,12 +156,11 @@ globals().update(functions_of({
     "_set_multi_subgraphs": lambda multi_subgraph=True: set_cost_model_context(multi_subgraphs=multi_subgraph),
     "auto_parallel_context": lambda: _options,
 }, __name__))  # fmt: skip
+CHECKPOINTS = {name: getattr(serialization, name) for name in TABLES["parallel"]["checkpoints"].split()}
+globals().update(CHECKPOINTS)
 
 __all__ = [
-    "AutoParallel", "DistributedGradReducer", "Layout", "PipelineGradReducer", "build_searched_strategy",
-    "get_algo_parameters", "load_distributed_checkpoint", "merge_pipeline_strategys",
-    "rank_list_for_transform", "reset_algo_parameters", "restore_group_info_list",
-    "set_algo_parameters", "shard", "sync_pipeline_shared_parameters",
-    "transform_checkpoint_by_rank", "transform_checkpoints",
+    "AutoParallel", "DistributedGradReducer", "Layout", "PipelineGradReducer", "get_algo_parameters",
+    "reset_algo_parameters", "set_algo_parameters", "shard", "sync_pipeline_shared_parameters", *CHECKPOINTS,
 ]  # fmt: skip
 __getattr__ = absent(__name__, lambda: __all__)

@@ -101,9 +101,7 @@ def fed_counts(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 def _has_strategies(model: nn.Module) -> bool:
     objects = (candidate for module in model.modules() for candidate in (module, *vars(module).values()))
-    return any(getattr(candidate, "in_strategy", None) for candidate in primitives(model)) or any(
-        hasattr(candidate, STRATEGIES) for candidate in objects
-    )
+    return any(getattr(x, "in_strategy", None) or hasattr(x, STRATEGIES) for x in objects)
 
 
 def primitives(module: nn.Module) -> Iterator[Any]:

@@ -57,11 +57,6 @@ def parts_of(inputs: Sequence[torch.Tensor], micro_size: int) -> Iterator[tuple[
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
-def _stage(module: nn.Module) -> int | None:
-    stage: int | None = vars(module).get("_stage", vars(module).get("pipeline_stage"))
-    return stage
-
-
 def mark(network: nn.Module, options: Options) -> int:
     """Mark the modules of a network with the library's stages and return their number.
 
@@ -71,7 +66,7 @@ def mark(network: nn.Module, options: Options) -> int:
     places, config = options.pipeline_stages, options.pipeline_config
     is_folded = config["pipeline_scheduler"] == FOLDED
     stages = {path: (module, number) for path, module in network.named_modules()
-              if (number := _stage(module)) is not None}  # fmt: skip
+              if (number := vars(module).get("_stage", vars(module).get("pipeline_stage"))) is not None}  # fmt: skip
     beyond = [f"{path or 'the network'} in stage {number}" for path, (_, number) in stages.items() if number >= places]
     if beyond:
         what = f"pipeline_stages is {places}, and there are {listed(beyond)}"

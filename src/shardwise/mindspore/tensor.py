@@ -18,6 +18,11 @@ from shardwise.mindspore.holding import holding_of
 from shardwise.mindspore.tensor_methods import CALLED, METHODS, by_caller, dtype_of
 
 
+def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    """Return a tensor that shares an array's memory."""
+    return torch.from_numpy(array).as_subclass(Tensor)
+
+
 class _Kind(type(torch.Tensor)):  # type: ignore[misc]  # mypy cannot name this base
     """``isinstance(x, Tensor)`` holds for all torch tensors: parameters, and tensors inside ``construct``."""
 
@@ -56,12 +61,7 @@ class Tensor(torch.Tensor, metaclass=_Kind):
         args, kwargs = pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    @staticmethod
-    def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-        """Return a tensor that shares an array's memory."""
-        return from_numpy(array)
-
-    vars().update(METHODS)
+    vars().update(METHODS, from_numpy=staticmethod(from_numpy))
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
         return np.asarray(METHODS["asnumpy"](self), dtype)
@@ -80,11 +80,10 @@ class Tensor(torch.Tensor, metaclass=_Kind):
         space = "\n" if self.dim() > 1 else " "
         return f"Tensor(shape={list(self.shape)}, dtype={_kind(self.dtype)}, value={space}{values})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = plain(self).detach().clone().as_subclass(Tensor).requires_grad_(self.requires_grad)
-        copied: Tensor = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
 
 def _has_values(x: torch.Tensor) -> bool:
@@ -201,12 +200,11 @@ class Parameter(nn.Parameter):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(self.asnumpy(), dtype, copy=copy)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             kept = self.param_name, self.requires_grad, self.layerwise_parallel, self.parallel_optimizer
             memo[id(self)] = Parameter(self.detach().clone(), *kept)
-        copied: Parameter = memo[id(self)]
-        return copied
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         data = self.detach().as_subclass(torch.Tensor)
@@ -238,11 +236,6 @@ def as_torch(data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
             np.array([np.asarray(as_torch(item)) for item in data]) if listed else data, dtype=None if listed else dtype
         )
     return tensor if dtype is None else tensor.to(dtype)
-
-
-def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """Return a tensor that shares an array's memory."""
-    return torch.from_numpy(array).as_subclass(Tensor)
 
 
 def tensor(input_data: Any = None, dtype: Any = None, shape: Any = None, init: Any = None) -> Tensor:

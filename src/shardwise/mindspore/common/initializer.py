@@ -50,12 +50,6 @@ class _Known(WithSettings, Initializer):
         return filled
 
 
-def _truncated(tensor: Tensor, random: Any, *, sigma: float = 0.01, mean: float = 0.0, a: float = -2.0,
-               b: float = 2.0) -> Tensor:  # fmt: skip
-    """N(mean, sigma**2) within ``a`` to ``b`` standard deviations of the mean."""
-    return torchs.trunc_normal_(tensor, mean, sigma, mean + sigma * a, mean + sigma * b, generator=random)
-
-
 def _drawn(tensor: Tensor, random: Any, scale: float, mode: str, distribution: str) -> Tensor:
     """Draw values of the variance ``scale / fan``; a truncated normal is cut at two deviations."""
     fan_in, fan_out = _fans(tensor)
@@ -90,7 +84,8 @@ CLASSES = classes_of({
     "One": lambda tensor, random: tensor.fill_(1),
     "Orthogonal": lambda tensor, random, *, gain=1.0: torchs.orthogonal_(tensor, gain, generator=random),
     "Sparse": lambda tensor, random, *, sparsity, sigma=0.01: torchs.sparse_(tensor, sparsity, sigma, generator=random),
-    "TruncatedNormal": _truncated,
+    "TruncatedNormal": lambda tensor, random, *, sigma=0.01, mean=0.0, a=-2.0, b=2.0: torchs.trunc_normal_(
+        tensor, mean, sigma, mean + sigma * a, mean + sigma * b, generator=random),
     "Uniform": lambda tensor, random, *, scale=0.07: tensor.uniform_(-scale, scale, generator=random),
     "VarianceScaling": lambda tensor, random, *, scale=1.0, mode="fan_in", distribution="truncated_normal": _drawn(
             tensor, random, scale, mode, distribution),
@@ -160,10 +155,7 @@ def _fans(tensor: Tensor) -> tuple[int, int]:
     """Return (fan_in, fan_out) of a weight (out, in, *kernel)."""
     if tensor.ndim == 0:
         raise ValueError(problem("a scalar has no fan_in", fix="give a shape of at least one dim, or Normal(sigma)"))
-    if tensor.ndim == 1:
-        return tensor.shape[0], tensor.shape[0]
-    kernel = math.prod(tensor.shape[2:])
-    return tensor.shape[1] * kernel, tensor.shape[0] * kernel
+    return torchs._calculate_fan_in_and_fan_out(tensor if tensor.ndim > 1 else tensor.expand(*tensor.shape * 2))
 
 
 CALLED["initializer"] = initializer

@@ -376,8 +376,7 @@ class TextFileDataset(Files, dataset_files=..., **LINES):
         return lines, None, self.columns
 
 
-class MindDataset(Files, dataset_files=..., columns_list=None, num_parallel_workers=None, shuffle=None, num_shards=None,
-                  shard_id=None, sampler=None, num_samples=None, cache=None):  # fmt: skip
+class MindDataset(Files, **SETTINGS["dataset.MindDataset"]):
     """The rows of files that ``mindrecord.FileWriter`` wrote. A name means all files that were written with it, a list
     only these. Rows are shuffled unless ``shuffle=False``."""
 

@@ -29,13 +29,9 @@ def names_of(columns: str | Sequence[str]) -> tuple[str, ...]:
     names = (columns,) if isinstance(columns, str) else columns
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
         raise TypeError(problem(f"the names of columns are {columns!r}", fix='give a list: ["input", "label"]'))
-    return once(tuple(names))
-
-
-def once(names: tuple[str, ...]) -> tuple[str, ...]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(problem(f'there are two columns "{twice[0]}"', fix="name every column once"))
-    return names
+    return tuple(names)
 
 
 def named(columns: str | Sequence[str], column_names: Sequence[str]) -> tuple[str, ...]:
@@ -90,7 +86,6 @@ class Transform(WithSettings):
 
 
 def _hot(x: Any, *, num_classes: int, smoothing_rate: float = 0.0) -> Array:
-    """Class indices as one-hot vectors. ``smoothing_rate``: label smoothing, shared by all classes."""
     numbers, rate = np.asarray(x), smoothing_rate
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_classes:
         what = f"OneHot({num_classes}) of the class {int(numbers.max())}"
@@ -100,7 +95,7 @@ def _hot(x: Any, *, num_classes: int, smoothing_rate: float = 0.0) -> Array:
 
 
 def pad_end(x: Any, *, pad_shape: Any, pad_value: Any = None) -> Array:
-    """Padding or truncation to ``pad_shape`` at the ends; None keeps a dim."""
+    """Pad or truncate the ends of an array; None in ``pad_shape`` keeps a dim."""
     array = np.asarray(x)
     shape = [length if size is None else size for length, size in zip(array.shape, pad_shape, strict=True)]
     padded = np.full(shape, pad_value or 0, array.dtype)

@@ -90,7 +90,7 @@ def _by_chance(change: Function, chance: float = 0.5) -> Function:
 
 
 def decoded(data: Any, *, to_pil: bool = False) -> Any:
-    """Decoding of a file's bytes to RGB pixels. ``to_pil``: return a Pillow image."""
+    """Decode a file's bytes to RGB pixels, or to a Pillow image."""
     with Image.open(io.BytesIO(data if isinstance(data, bytes) else np.asarray(data).tobytes())) as file:
         image = file.convert("RGB")
     return image if to_pil else np.asarray(image)
@@ -108,7 +108,6 @@ def _sides(padding: Any) -> tuple[int, int, int, int]:
 
 
 def _padded(image: Any, *, padding: Any, fill_value: Any = 0, padding_mode: Border = Border.CONSTANT) -> Any:
-    """Padding of the sides: one number, (left and right, top and bottom), or (left, top, right, bottom)."""
     left, top, right, bottom = _sides(padding)
     array = np.asarray(image)
     if padding_mode is not Border.CONSTANT:
@@ -121,14 +120,12 @@ def _padded(image: Any, *, padding: Any, fill_value: Any = 0, padding_mode: Bord
 
 
 def _resized(image: Any, *, size: Sizes, interpolation: Inter = Inter.LINEAR) -> Any:
-    """Resizing to (height, width), or to a size of the shorter side."""
     sides = np.asarray(image).shape[:2]
     height, width = (int(size * side / min(sides)) for side in sides) if isinstance(size, int) else _pair(size)
     return _by_pillow(image, lambda picture: picture.resize((width, height), FILTERS[interpolation]), True)
 
 
 def _centre(image: Any, *, size: Sizes) -> Any:
-    """Crop of the centre."""
     (height, width), (h, w) = _pair(size), np.asarray(image).shape[:2]
     if h < height or w < width:
         image = _padded(image, padding=(max(0, -(-(width - w) // 2)), max(0, -(-(height - h) // 2))))
@@ -139,7 +136,6 @@ def _centre(image: Any, *, size: Sizes) -> Any:
 def _random_crop(image: Any, *, size: Sizes, padding: Any = None, pad_if_needed: bool = False, fill_value: Any = 0,
     padding_mode: Border = Border.CONSTANT,
 ) -> Any:  # fmt: skip
-    """Random crop of ``size``, after ``padding``."""
     if padding is not None:
         image = _padded(image, padding=padding, fill_value=fill_value, padding_mode=padding_mode)
     (height, width), (h, w) = _pair(size), np.asarray(image).shape[:2]
@@ -155,7 +151,6 @@ def _random_crop(image: Any, *, size: Sizes, padding: Any = None, pad_if_needed:
 def _random_resized_crop(image: Any, *, size: Sizes, scale: Any = (0.08, 1.0), ratio: Any = (3 / 4, 4 / 3),
     interpolation: Inter = Inter.LINEAR, max_attempts: int = 10,
 ) -> Any:  # fmt: skip
-    """Random crop of random size and aspect ratio, resized. The bytes of a file are decoded first."""
     image = decoded(image) if np.asarray(image).ndim < 2 else image
     h, w = np.asarray(image).shape[:2]
     for _ in range(max_attempts):
@@ -172,7 +167,6 @@ def _random_resized_crop(image: Any, *, size: Sizes, scale: Any = (0.08, 1.0), r
 def _erased(image: Any, *, prob: float = 0.5, scale: Any = (0.02, 0.33), ratio: Any = (0.3, 3.3), value: Any = 0,
     inplace: bool = False, max_attempts: int = 10,
 ) -> Array:  # fmt: skip
-    """A random box set to a value, or to "random" numbers, in a copy. Channels come first, as in the reference."""
     array = np.array(image)
     if np.random.random() >= prob:
         return array
@@ -191,7 +185,6 @@ def _mirrored(image: Any, dim: int) -> Any:
 
 
 def _rotated(image: Any, *, degrees: Any, resample: Inter = Inter.NEAREST, expand: bool = False) -> Any:
-    """Rotation by degrees, counter-clockwise."""
     return _by_pillow(image, lambda picture: picture.rotate(degrees, FILTERS[resample], expand), True)
 
 
@@ -214,7 +207,6 @@ def _random_moved(
     image: Any, *, degrees: Any, translate: Any = None, scale: Any = None, shear: Any = None, resample: Any = 0,
     fill_value: Any = 0,
 ) -> Any:  # fmt: skip
-    """A random rotation, translation, scale and shear, each from its range."""
     turn, zoom = _drawn(*_span(degrees)), _drawn(*scale) if scale is not None else 1.0
     skew = _drawn(*_span(shear)) if shear is not None else 0.0
     moves = [_drawn(-move, move) for move in translate] if translate is not None else (0.0, 0.0)
@@ -238,8 +230,6 @@ def _hue_turned(image: Any, part: float, by_channel: bool = False) -> Any:
 
 def _random_colors(image: Any, *, brightness: Any = (1, 1), contrast: Any = (1, 1), saturation: Any = (1, 1),
                    hue: Any = 0) -> Any:  # fmt: skip
-    """Random changes of colours. Factors of brightness, contrast and saturation are from a range, or 1 - x to 1 + x.
-    ``hue`` shifts by a part of the colour circle from a range, or from -x to x."""
     strengths = {"Brightness": brightness, "Contrast": contrast, "Color": saturation}
     for kind, strength in strengths.items():
         factor = _drawn(*strength)
@@ -268,32 +258,24 @@ def _inverted(image: Any, low: int = 0, high: int = 255) -> Any:
 
 
 def _random_solarized(image: Any, *, threshold: Any = (0, 255)) -> Any:
-    """Inversion of the values of a random part of ``threshold``; if its ends are equal, from there on."""
     low, high = sorted(np.random.randint(threshold[0], threshold[1] + 1, 2))
     return _inverted(image, low, 255 if low == high else high)
 
 
 def _blurred(image: Any, *, kernel_size: Any, sigma: Any = None) -> Any:
-    """Gaussian blur. The deviation ``sigma`` is by default OpenCV's."""
     size, deviation = (value[0] if isinstance(value, (tuple, list)) else value for value in (kernel_size, sigma))
     radius = float(deviation if deviation else 0.3 * ((size - 1) * 0.5 - 1) + 0.8)
     return _by_pillow(image, lambda picture: picture.filter(ImageFilter.GaussianBlur(radius)))
 
 
 def _normalized(image: Any, *, mean: Any, std: Any, is_hwc: bool = True) -> Array:
-    """Normalisation (x - mean) / std per channel, in float32. ``is_hwc``: channels are the last dim, else the first."""
     array = np.asarray(image).astype(np.float32)
     shape: tuple[int, ...] = () if array.ndim == 2 else (-1,) if is_hwc else (-1, 1, 1)
     mean, std = (np.asarray(values, np.float32).reshape(shape) for values in (mean, std))
     return np.asarray((array - mean) / std)
 
 
-def _channels_first(image: Any) -> Array:
-    return np.moveaxis(np.atleast_3d(np.asarray(image)), -1, 0)
-
-
 def _chosen(image: Any, *, policy: Any) -> Any:
-    """One of several lists of (function, probability), chosen at random."""
     for function, probability in policy[np.random.randint(len(policy))]:
         image = _at_times(probability, image, function)
     return image
@@ -338,7 +320,7 @@ FUNCTIONS: dict[str, Any] = {
     "Rotate": _rotated, "ToNumpy": lambda image: np.array(image), "ToPIL": lambda image: Image.fromarray(
         array[..., 0] if (array := np.asarray(image)).ndim == 3 and array.shape[2] == 1 else array),
     "ToTensor": lambda image, *, output_type=np.float32: (
-        _channels_first(image).astype(np.float32) / 255).astype(output_type),
+        np.moveaxis(np.atleast_3d(np.asarray(image)), -1, 0).astype(np.float32) / 255).astype(output_type),
     "ToType": lambda image, *, output_type: np.asarray(image).astype(output_type),
     "VerticalFlip": lambda image: _mirrored(image, 0),
 }  # fmt: skip

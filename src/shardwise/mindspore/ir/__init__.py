@@ -18,23 +18,14 @@ from torch import nn
 import shardwise as sw
 from shardwise.mindspore import context
 from shardwise.mindspore.ir.execute import Execution
-from shardwise.mindspore.ir.origins import Origins
-from shardwise.mindspore.ir.page import Page, Strategy
+from shardwise.mindspore.ir.page import Origins, Page, Strategy
 from shardwise.mindspore.library import Graph, Layout, apply_strategy, bind, localize
+from shardwise.mindspore.named import TABLES
 
 EXECUTE = 18  # the reference's number of the phase that prints it
 WITH_PLAN = 3  # the level of save_graphs from which the plan is also written
 
-HEADER = """\
-# Written by shardwise, in the format of the reference, with these differences:
-# - Only forward is listed as operators. Autograd computes backward; its collectives are listed at the end of the
-#   execution file. The optimizer computes the update. Gradients that need no collective are not printed.
-# - The PyTorch operators of a primitive are printed one by one, each with its strategy (from the user or the search). A
-#   strategy of one tensor is printed as ((2, 4),). Operators without a primitive have no instance name.
-# - A collective includes how its pieces are put together (concat_dim, split_dim). Several tensors in one line are one
-#   message, numbered by `fusion`. Messages with parameters may be sent earlier than they are printed.
-# - Only the innermost line of source code is known. UMonad orders nothing: parameters are read where they are used.
-"""
+HEADER = TABLES["ir"]["header"]
 _numbers = count()  # of this process's files
 
 

@@ -8,40 +8,30 @@ from typing import Any
 
 import torch
 
+from shardwise.mindspore import library
 from shardwise.mindspore.communication.management import gnu_hash, group_name, group_ranks_name
-from shardwise.mindspore.ir.origins import Origins
-from shardwise.mindspore.ir.page import Page, Shape, Strategy, attribute, tensor_text
-from shardwise.mindspore.library import (
-    Conversion,
-    LocalOp,
-    LocalProgram,
-    Move,
-    OverlapPart,
-    Ref,
-    SpmdProgram,
-    local_move,
-)
+from shardwise.mindspore.ir.page import Origins, Page, Shape, Strategy, attribute, tensor_text
 
 COLLECTIVES = {
     "all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_to_all": "AlltoAll",
     "collective_permute": "NeighborExchange", "halo_exchange": "NeighborExchangeV2",
 }  # fmt: skip
-Step = tuple[Conversion, str, str, Move]  # of a conversion: the value that it changes, its result, and how
+Step = tuple[library.Conversion, str, str, library.Move]  # the value that it changes, its result, and how
 
 
 class Execution:
     """The printed program of a rank."""
 
-    def __init__(self, program: LocalProgram, strategies_of: dict[str, Strategy], origins: Origins) -> None:
+    def __init__(self, program: library.LocalProgram, strategies_of: dict[str, Strategy], origins: Origins) -> None:
         self.spmd, self.rank, self.origins = program.spmd, program.rank, origins
         self.coordinates = self.spmd.mesh.coordinates(self.rank)
         self.page = Page(self.spmd.graph, self._shape, strategies_of, origins)
         num_buckets = 0
         for instruction in program.instructions:
-            if isinstance(instruction, LocalOp):
+            if isinstance(instruction, library.LocalOp):
                 self._call(instruction)
                 continue
-            is_alone = isinstance(instruction, Conversion)
+            is_alone = isinstance(instruction, library.Conversion)
             num_buckets += not is_alone
             self._convert(instruction.conversions, fusion=0 if is_alone else num_buckets)
 
@@ -52,19 +42,19 @@ class Execution:
     def _shape(self, name: str) -> Shape:
         return self.spmd.layouts[name].local_shape(self.coordinates)
 
-    def _call(self, local: LocalOp) -> None:
+    def _call(self, local: library.LocalOp) -> None:
         call = local.call
         here = replace(self.spmd.graph.op_by_name[local.op], target=call.target, args=call.args, kwargs=call.kwargs)
         args = (*call.args, *(arg for _, arg in call.kwargs if arg is not None))
         self.page.call(here, args, tuple(map(self._shape, local.results)))
 
-    def _convert(self, conversions: Sequence[Conversion], fusion: int) -> None:
+    def _convert(self, conversions: Sequence[library.Conversion], fusion: int) -> None:
         """Print one line per message and per local step that changes anything."""
         values = [conversion.value for conversion in conversions]
         for number, moves in enumerate(zip(*(conversion.moves for conversion in conversions), strict=True)):
             results = [f"{conversion.result}, after move {number}" for conversion in conversions]
             steps = [*zip(conversions, values, results, moves, strict=True)]
-            if local_move(moves[0], self.coordinates, backward=False).kind is not None:
+            if library.local_move(moves[0], self.coordinates, backward=False).kind is not None:
                 self._message(steps, number, fusion)
             else:
                 for step in steps:
@@ -75,7 +65,7 @@ class Execution:
 
     def _message(self, steps: list[Step], number: int, fusion: int) -> None:
         move = steps[0][3]
-        local = local_move(move, self.coordinates, backward=False)
+        local = library.local_move(move, self.coordinates, backward=False)
         assert local.kind is not None, "a message"
         operator = COLLECTIVES[local.kind]
         is_forward = move.cell[0].startswith("P")
@@ -93,16 +83,16 @@ class Execution:
         """Return the bytes that this rank sends from the edges of its part."""
         conversion, _, _, move = step
         before = torch.empty(move.source.local_shape(self.coordinates), device="meta")
-        pieces = local_move(move, self.coordinates, backward=False).pack(before)
+        pieces = library.local_move(move, self.coordinates, backward=False).pack(before)
         return conversion.itemsize * sum(piece.numel() for piece in pieces)
 
     def _local(self, step: Step, number: int) -> None:
         conversion, value, result, move = step
         primitive = move.entry.forward
-        if local_move(move, self.coordinates, backward=False).is_identity:
+        if library.local_move(move, self.coordinates, backward=False).is_identity:
             self.page.same(result, value)
         elif primitive == "slice":
-            cuts = [*slicing(OverlapPart(move.source, self.coordinates, move.target, self.coordinates))]
+            cuts = [*slicing(library.OverlapPart(move.source, self.coordinates, move.target, self.coordinates))]
             for count, (operator, args, shape) in enumerate(cuts, 1):
                 name = result if count == len(cuts) else f"{result}, step {count}"
                 attrs = {"input_names": SLICING_INPUTS[operator], "output_names": ["output"]}
@@ -122,8 +112,9 @@ class Execution:
         hashed = gnu_hash(" ".join([*(conversion.result for conversion in of), str(number)]).encode())
         dtypes = [self.spmd.graph.by_name[conversion.origin].dtype for conversion in of]
         shapes = [move.target.local_shape(self.coordinates) if shape is None else shape for move in moves]
+        types = map(tensor_text, dtypes, shapes)
         self.page.add(
-            operator, (*map(Ref, values), *args), dict(zip(results, map(tensor_text, dtypes, shapes), strict=True)),
+            operator, (*map(library.Ref, values), *args), dict(zip(results, types, strict=True)),
             self.origins.scope(of[0].op), attrs=attrs, variable="-".join(conversion.origin for conversion in of),
             instance=f"{role}_{hashed}{operator if role == 'redistribution_op' else ''}",
         )  # fmt: skip
@@ -133,7 +124,7 @@ SLICING_INPUTS = {"StridedSlice": ["x", "begin", "end", "strides"], "Reshape": [
                   "Gather": ["input_params", "input_indices", "axis"]}  # fmt: skip
 
 
-def slicing(part: OverlapPart) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
+def slicing(part: library.OverlapPart) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
     """Yield the operators that cut a part out of a tensor, their arguments besides the tensor, and result shapes. Dims
     that are split inside are reshaped into their factors; rows that are not contiguous are gathered."""
     if part.is_open:
@@ -151,17 +142,17 @@ def slicing(part: OverlapPart) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
         yield "Reshape", (part.shape,), part.shape
 
 
-def group_attrs(spmd: SpmdProgram, axes: tuple[str, ...], rank: int) -> dict[str, Any]:
+def group_attrs(spmd: library.SpmdProgram, axes: tuple[str, ...], rank: int) -> dict[str, Any]:
     """Return the attributes of a collective's group on this rank."""
     members = tuple(sorted(spmd.mesh.group(axes, rank)))
     group, ranks = group_name(members), group_ranks_name(members)
     return {"group": group, "rank_list": members, "group_ranks": ranks, "group_rank_ids": tuple(range(len(members)))}
 
 
-def backward(spmd: SpmdProgram, rank: int) -> Iterator[str]:
+def backward(spmd: library.SpmdProgram, rank: int) -> Iterator[str]:
     """Yield the collectives of backward, in order, as comments. Autograd derives them from the operators."""
     if spmd.loss is None:
-        first = next((output for output in spmd.outputs if isinstance(output, Ref)), None)
+        first = next((output for output in spmd.outputs if isinstance(output, library.Ref)), None)
         spmd = replace(spmd, loss=None if first is None else first.name)
     yield "# Backward: its collectives, in order."
     for collective in spmd.backward_collectives():

@@ -12,7 +12,7 @@ from shardwise.mindspore import rank_groups
 from shardwise.mindspore.communication import management as D
 from shardwise.mindspore.communication.comm_func import Done, barrier, recv, send
 from shardwise.mindspore.named import absent, functions_of
-from shardwise.mindspore.ops.communication import ReduceOp
+from shardwise.mindspore.ops.communication import AllGather, AllReduce, Broadcast, ReduceOp, ReduceScatter
 
 Tensor = torch.Tensor
 
@@ -27,14 +27,14 @@ def new_group(ranks: Sequence[int] | None = None, timeout: Any = None, backend: 
     return name
 
 
-def _written(targets: Iterable[Tensor], values: Iterable[Tensor], async_op: bool) -> Done | None:
+def _written(targets: Iterable[Tensor], values: Any, async_op: bool) -> Done | None:
     for target, value in zip(targets, values, strict=True):
         target.detach().copy_(value.reshape(target.shape))
     return Done() if async_op else None
 
 
 def _rows(tensor: Tensor, group: str | None) -> Tensor:
-    return rank_groups.all_gather(tensor.detach().unsqueeze(0), D.find_group(group))
+    return AllGather(group)(tensor.detach().unsqueeze(0))
 
 
 def _collected(tensor: Tensor, buffers: Any, dst: int, group: str | None, async_op: bool) -> Done | None:
@@ -42,14 +42,10 @@ def _collected(tensor: Tensor, buffers: Any, dst: int, group: str | None, async_
     return _written(buffers or () if is_here else (), rows if is_here else (), async_op)
 
 
-def _reduced(tensor: Tensor, op: str, group: str | None) -> Tensor:
-    return rank_groups.all_reduce(tensor.detach(), op, D.find_group(group))
-
-
-def _scattered(tensor: Tensor, parts: Sequence[Tensor] | None, src: int, group: str | None) -> Tensor:
+def _scattered(tensor: Tensor, parts: Sequence[Tensor] | None, src: int, group: str | None) -> Any:
     members = D.find_group(group)
     sent = torch.stack(tuple(parts or (tensor.detach(),) * members.size)).detach()
-    return rank_groups.broadcast(sent, src, members)[members.position]
+    return Broadcast(src, group)(sent)[members.position]
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: str | None = None) -> None:
@@ -79,13 +75,13 @@ FUNCTIONS = functions_of({
     "get_group_rank": lambda group, global_rank: D.get_group_rank_from_world_rank(global_rank, group),
     "get_process_group_ranks": lambda group=None: list(D.find_group(group).ranks),
     "all_reduce": lambda tensor, op=_SUM, group=None, async_op=False: _written(
-        [tensor], [_reduced(tensor, op, group)], async_op),
+        [tensor], [AllReduce(op, group)(tensor.detach())], async_op),
     "reduce": lambda tensor, dst, op=_SUM, group=None, async_op=False: _written(  # on ``dst`` alone
-        [tensor], [(tensor, _reduced(tensor, op, group))[D.get_rank() == dst]], async_op),
+        [tensor], [(tensor, AllReduce(op, group)(tensor.detach()))[D.get_rank() == dst]], async_op),
     "broadcast": lambda tensor, src, group=None, async_op=False: _written(
-        [tensor], [rank_groups.broadcast(tensor.detach(), src, D.find_group(group))], async_op),
+        [tensor], [Broadcast(src, group)(tensor.detach())], async_op),
     "all_gather_into_tensor": lambda output_tensor, input_tensor, group=None, async_op=False: _written(
-        [output_tensor], [rank_groups.all_gather(input_tensor.detach(), D.find_group(group))], async_op),
+        [output_tensor], [AllGather(group)(input_tensor.detach())], async_op),
     "all_gather": lambda tensor_list, tensor, group=None, async_op=False: _written(
         tensor_list, _rows(tensor, group), async_op),
     "gather": lambda tensor, gather_list, dst=0, group=None, async_op=False: _collected(
@@ -93,10 +89,9 @@ FUNCTIONS = functions_of({
     "scatter": lambda tensor, scatter_list, src=0, group=None, async_op=False: _written(
         [tensor], [_scattered(tensor, scatter_list, src, group)], async_op),
     "reduce_scatter_tensor": lambda output, input, op=_SUM, group=None, async_op=False: _written(
-        [output], [rank_groups.reduce_scatter(input.detach(), op, D.find_group(group))], async_op),
+        [output], [ReduceScatter(op, group)(input.detach())], async_op),
     "reduce_scatter": lambda output, input_list, op=_SUM, group=None, async_op=False: _written(
-        [output], [rank_groups.reduce_scatter(torch.cat(tuple(input_list)).detach(), op, D.find_group(group))],
-        async_op),
+        [output], [ReduceScatter(op, group)(torch.cat(tuple(input_list)).detach())], async_op),
     "all_to_all": lambda output_tensor_list, input_tensor_list, group=None, async_op=False: _written(
         output_tensor_list, rank_groups.all_to_all([x.detach() for x in input_tensor_list], D.find_group(group)),
         async_op),

@@ -57,9 +57,8 @@ class LRScheduler:
         if optimizer not in _SHADOWS:
             groups = [{"params": [torch.zeros(1)], "lr": float(group["lr"])} for group in optimizer.param_groups]
             _SHADOWS[optimizer] = torch.optim.SGD(groups)
-        args = tuple([part.torchs for part in x] if _of_schedules(x) else x for x in args)
-        kwargs = {word: [part.torchs for part in x] if _of_schedules(x) else x for word, x in kwargs.items()}
-        self.torchs = self.make(_SHADOWS[optimizer], *args, **kwargs, **self.settings)
+        settings = {word: _torchs(x) for word, x in kwargs.items()} | self.settings
+        self.torchs = self.make(_SHADOWS[optimizer], *map(_torchs, args), **settings)
         self._copy(_SHADOWS[optimizer].param_groups, optimizer.param_groups)
 
     def step(self, *args: Any) -> None:
@@ -86,8 +85,9 @@ class LRScheduler:
                 target_group["lr"] = float(source_group["lr"])
 
 
-def _of_schedules(x: Any) -> bool:
-    return isinstance(x, (list, tuple)) and bool(x) and isinstance(x[0], LRScheduler)
+def _torchs(x: Any) -> Any:
+    """Return torch's schedules in place of a list of ours."""
+    return [getattr(part, "torchs", part) for part in x] if isinstance(x, (list, tuple)) else x
 
 
 SCHEDULES = {

@@ -3,11 +3,10 @@
 from typing import Any
 
 from shardwise.mindspore.named import absent
-from shardwise.mindspore.nn import adaptive, layers, loss, optimizer, simple, wrap, wrapped
+from shardwise.mindspore.nn import adaptive, layers, optimizer, simple, wrap, wrapped
 from shardwise.mindspore.nn.adaptive import *
 from shardwise.mindspore.nn.cell import Cell, CellDict, CellList, GraphCell, SequentialCell
 from shardwise.mindspore.nn.layers import *
-from shardwise.mindspore.nn.loss import *
 from shardwise.mindspore.nn.optimizer import *
 from shardwise.mindspore.nn.simple import *
 from shardwise.mindspore.nn.wrap import *
@@ -15,7 +14,7 @@ from shardwise.mindspore.nn.wrapped import *
 
 Sequential = SequentialCell
 __all__ = ["Cell", "CellDict", "CellList", "GraphCell", "Sequential", "SequentialCell"]
-for _family in (adaptive, layers, loss, optimizer, simple, wrap, wrapped):
+for _family in (adaptive, layers, optimizer, simple, wrap, wrapped):
     __all__ += _family.__all__
 _missing = absent(__name__, lambda: __all__)
 

@@ -18,7 +18,7 @@ from shardwise.mindspore import calls, context, rank_groups
 from shardwise.mindspore.checks import from_on, not_negative, note
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, holding_of, own_shard
-from shardwise.mindspore.named import Function, WithSettings, bound_to, classes_of, signature_of
+from shardwise.mindspore.named import SETTINGS, Function, WithSettings, bound_to, classes_of, signature_of
 from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor, as_ours
@@ -95,10 +95,10 @@ class Optimizer:
         """Return the learning rate of a parameter in the next step; for several parameters, a list."""
         if isinstance(param, (tuple, list)):
             return [self.get_lr_parameter(parameter) for parameter in param]
-        for group, rate in zip(self.groups, self.rates, strict=True):
-            if any(parameter is param for parameter in group["params"]):
-                return Tensor(rate(self._steps), torch.float64)
-        raise ValueError(problem(f"{type(self).__name__} has no {param!r}", fix="one of its parameters"))
+        if all(parameter is not param for parameter in self.parameters):
+            raise ValueError(problem(f"{type(self).__name__} has no {param!r}", fix="one of its parameters"))
+        rates = dict(zip(map(id, self.parameters), self._of_groups(self.rates), strict=True))
+        return Tensor(rates[id(param)](self._steps), torch.float64)
 
     @property
     def learning_rate(self) -> Any:
@@ -327,9 +327,7 @@ class Momentum(_OfMomentum, learning_rate=..., momentum=..., weight_decay=0.0, l
     nesterov = property(lambda self: self.use_nesterov)
 
 
-class SGD(
-    _OfMomentum, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, loss_scale=1.0
-):
+class SGD(_OfMomentum, **SETTINGS["nn.SGD"]):
     """v = momentum * v + (1 - dampening) * gradient (at first the gradient); parameter -= learning_rate * v, or with
     ``nesterov`` learning_rate * (gradient + momentum * v)."""
 

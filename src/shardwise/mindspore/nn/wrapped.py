@@ -138,11 +138,10 @@ def _maker(name: str, **fixed: Any) -> Callable[..., nn.Module]:
     """Return a function that makes a torch module of the reference's arguments, which are torch's but for has_bias."""
     kind, order = getattr(nn, name), Signature(parameters_of(TABLES["settings"][f"nn.{name}"].split()))
 
-    def make(*args: Any, **kwargs: Any) -> nn.Module:
+    def make(*args: Any, **kwargs: Any) -> Any:
         chosen = bound_to(name, order, args, kwargs)
         inner = {name: getattr(value, "module", value) for name, value in chosen.items()}  # of layers of this file
-        module: nn.Module = kind(**{"bias" if n == "has_bias" else n: value for n, value in inner.items()}, **fixed)
-        return module
+        return kind(**{"bias" if n == "has_bias" else n: value for n, value in inner.items()}, **fixed)
 
     vars(make)["__signature__"] = order
     return make

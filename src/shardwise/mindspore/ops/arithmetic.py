@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore.library import leading_names
-from shardwise.mindspore.named import TABLES, classes_of
+from shardwise.mindspore.named import TABLES, Function, classes_of
 from shardwise.mindspore.ops.of_torch import of_functions
 from shardwise.mindspore.ops.primitive import Names, OfSettings, Simple, counted, dim_names, notation
 from shardwise.mindspore.strict import Faults, Shapes, Strategy
@@ -30,21 +30,21 @@ class Elementwise(Simple):
         return frozenset(name for operand_names in names for name in operand_names)
 
 
-def _maximum(x: Any, y: Any) -> torch.Tensor:
-    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
-        return torch.maximum(x, y)
-    return x.clamp(min=y) if isinstance(x, torch.Tensor) else y.clamp(min=x)
+def _extreme(function: Function, bound: str) -> Function:
+    """Return a function of two operands, of which one may be a number: a bound of the other."""
 
+    def computed(x: Any, y: Any) -> Any:
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            return function(x, y)
+        return x.clamp(**{bound: y}) if isinstance(x, torch.Tensor) else y.clamp(**{bound: x})
 
-def _minimum(x: Any, y: Any) -> torch.Tensor:
-    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
-        return torch.minimum(x, y)
-    return x.clamp(max=y) if isinstance(x, torch.Tensor) else y.clamp(max=x)
+    return computed
 
 
 ELEMENTS: dict[str, Any] = {
     **of_functions(TABLES["ops"]["elements"]),
-    "GeLU": lambda x: F.gelu(x, approximate="tanh"), "Maximum": _maximum, "Minimum": _minimum,
+    "GeLU": lambda x: F.gelu(x, approximate="tanh"), "Maximum": _extreme(torch.maximum, "min"),
+    "Minimum": _extreme(torch.minimum, "max"),
     "Cast": lambda x, dtype: (x if isinstance(x, torch.Tensor) else torch.as_tensor(x)).to(dtype),
     "Elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
     "LeakyReLU": lambda x, *, alpha=0.2: F.leaky_relu(x, alpha),
@@ -100,10 +100,8 @@ class MatMul(OfSettings, transpose_a=False, transpose_b=False):
         if strategy is None or not any(a < b for a, b in zip(first[:-2], second[:-2], strict=True)):
             return None
         counts = self.counts_by_name(strategy, shapes, args)
-        counts_by_axis = dict(
-            zip((*leading_names(len(batch)), *"mkn"), (counts[name] for name in (*batch, *"mkn")), strict=True)
-        )
-        return notation(counts_by_axis)
+        letters = (*leading_names(len(batch)), *"mkn")
+        return notation({axis: counts[name] for axis, name in zip(letters, (*batch, *"mkn"), strict=True)})
 
     def _batch(self, shapes: Shapes) -> tuple[str, ...]:
         return tuple(f"b{i}" for i in range(max(map(len, shapes)) - 2, 0, -1))

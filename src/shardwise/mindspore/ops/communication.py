@@ -7,6 +7,7 @@ Therefore the backward of an operator is a collective as well. A group of one ra
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,9 +118,16 @@ class Broadcast(_Communication, root_rank=..., group=None):
         if self.root_rank not in group.ranks:
             what = f'Broadcast: rank {self.root_rank} is not in the group "{self.group}" of {list(group.ranks)}'
             raise ValueError(problem(what, fix="choose one of its members"))
-        if isinstance(input_x, Tensor):
-            return _broadcast(input_x, self.root_rank, group)
-        return tuple(_broadcast(tensor, self.root_rank, group) for tensor in input_x)
+
+        def sent(tensor: Tensor) -> Tensor:
+            return _exchange(
+                "Broadcast",
+                tensor,
+                lambda x: rank_groups.broadcast(x, self.root_rank, group),
+                lambda cotangent: cotangent,
+            )
+
+        return sent(input_x) if isinstance(input_x, Tensor) else tuple(map(sent, input_x))
 
 
 class AlltoAll(_Communication, split_count=..., split_dim=..., concat_dim=..., group=None):
@@ -246,9 +254,7 @@ def _all_reduce(tensor: Tensor, op: str, group: RankGroup) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, group: RankGroup) -> Tensor:
-    def back(cotangent: Tensor) -> Tensor:
-        return _reduce_scatter(cotangent, ReduceOp.SUM, group)
-
+    back = partial(_reduce_scatter, op=ReduceOp.SUM, group=group)
     return _exchange("AllGather", tensor, lambda x: rank_groups.all_gather(x, group), back)
 
 
@@ -260,10 +266,6 @@ def _reduce_scatter(tensor: Tensor, op: str, group: RankGroup) -> Tensor:
         return _all_gather(cotangent, group)
 
     return _exchange("ReduceScatter", tensor, lambda x: rank_groups.reduce_scatter(x, op, group), back)
-
-
-def _broadcast(tensor: Tensor, root: int, group: RankGroup) -> Tensor:
-    return _exchange("Broadcast", tensor, lambda x: rank_groups.broadcast(x, root, group), lambda cotangent: cotangent)
 
 
 def _all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: RankGroup) -> Tensor:

@@ -14,6 +14,7 @@ from shardwise.mindspore.checks import number
 from shardwise.mindspore.context import jit
 from shardwise.mindspore.holding import as_gradient, parameter_of
 from shardwise.mindspore.library import device_of, held_parameters, total_norm
+from shardwise.mindspore.loss_scale import scaled
 from shardwise.mindspore.ops.functional import grad
 from shardwise.mindspore.tensor import Tensor
 
@@ -91,14 +92,12 @@ class MultitypeFuncGraph:
         return added
 
     def __call__(self, *args: Any) -> Any:
-        for types, body in self._bodies:
-            if len(types) == len(args) and all(isinstance(x, arg) for x, arg in zip(args, types, strict=True)):
-                return body(*args)
-        for types, body in self._bodies:  # versions pass either numbers or tensors
-            if len(types) == len(args):
-                converted = [_as_kind(x, kind) for x, kind in zip(args, types, strict=True)]
-                if all(isinstance(x, kind) for x, kind in zip(converted, types, strict=True)):
-                    return body(*converted)
+        bodies = [(types, body) for types, body in self._bodies if len(types) == len(args)]
+        for converted in (lambda x, kind: x, _as_kind):  # versions pass either numbers or tensors
+            for types, body in bodies:
+                operands = [*map(converted, args, types)]
+                if all(map(isinstance, operands, types)):
+                    return body(*operands)
         types_of_args = ", ".join(type(arg).__name__ for arg in args)
         what = f"{self.name} has no body for ({types_of_args})"
         raise TypeError(problem(what, fix=f"@{self.name}.register(...) one"))
@@ -157,22 +156,17 @@ def clip_by_global_norm(
     if number("clip_norm", clip_norm) <= 0:
         raise ValueError(problem(f"clip_norm is {clip_norm}", fix="give a number above 0"))
     norm = torch.as_tensor(use_norm) if use_norm is not None else _norm(x)
-    return _scaled(x, clip_norm / norm.clamp(min=clip_norm))
-
-
-def _scaled(x: Sequence[torch.Tensor], factor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(as_gradient((t * factor.to(t.device)).to(t.dtype), parameter_of(t)) for t in x)
+    clipped: tuple[torch.Tensor, ...] = scaled(tuple(x), clip_norm / norm.clamp(min=clip_norm))
+    return clipped
 
 
 def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Any:
     """Scale tensors so that their common norm is at most ``max_norm``. Split gradients are handled as in
     ``clip_by_global_norm``."""
-    listed = [x] if isinstance(x, torch.Tensor) else list(x)
-    norm = _norm(listed, norm_type)
+    norm = _norm([x] if isinstance(x, torch.Tensor) else x, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(problem(f"the norm is {float(norm)}", fix="error_if_nonfinite=False"))
-    scaled = _scaled(listed, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return scaled[0] if isinstance(x, torch.Tensor) else type(x)(scaled)
+    return scaled(x, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def _norm(x: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:

@@ -13,7 +13,7 @@ from shardwise.errors import problem
 from shardwise.mindspore import strict
 from shardwise.mindspore.checks import channels_first, fraction, one_of
 from shardwise.mindspore.named import classes_of
-from shardwise.mindspore.ops.of_torch import of_functions
+from shardwise.mindspore.ops.of_torch import of_functions, sizes_of
 from shardwise.mindspore.ops.primitive import OfSettings, Primitive, Simple, Whole, along
 from shardwise.mindspore.strict import Faults, Shapes, Strategy
 from shardwise.mindspore.tensor_methods import dims_of, narrowed, product
@@ -36,21 +36,13 @@ REDUCTIONS = classes_of({
 }, Simple, __name__)  # fmt: skip
 
 
-def _place_and_value(extreme: Callable[..., Any], x: Any, axis: int, keep_dims: bool) -> tuple[Any, Any]:
-    value, index = extreme(x, axis, keepdim=keep_dims)
-    return index, value
-
-
 def _summed(x: Any, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Any:
-    """Cumulative sums: ``CumSum(exclusive, reverse)(x, axis)``. ``exclusive`` leaves out the element itself,
-    ``reverse`` starts at the last one."""
     y = (x.flip(axis) if reverse else x).cumsum(axis)
     y = y.flip(axis) if reverse else y
     return y - x if exclusive else y
 
 
 def _multiplied(x: Any, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Any:
-    """Cumulative products, with the settings of ``CumSum``."""
     y = x.flip(axis) if reverse else x
     if exclusive:
         y = torch.cat((torch.ones_like(y.narrow(axis, 0, 1)), y.narrow(axis, 0, y.shape[axis] - 1)), axis)
@@ -58,16 +50,10 @@ def _multiplied(x: Any, axis: int, *, exclusive: bool = False, reverse: bool = F
     return y.flip(axis) if reverse else y
 
 
-def _axes(axis: Any) -> tuple[int, ...]:
-    return (axis,) if isinstance(axis, int) else tuple(axis)
-
-
 def layer_norm(
     x: Any, gamma: Any, beta: Any, *, begin_norm_axis: int = 1, begin_params_axis: int = 1, epsilon: float = 1e-7
 ) -> tuple[Any, Any, Any]:
-    """Normalisation of x over the dims from ``begin_norm_axis`` on, times gamma plus beta: ``LayerNorm(begin_norm_axis,
-    begin_params_axis, epsilon)(x, gamma, beta)``. Gamma and beta have the dims from ``begin_params_axis`` on. It also
-    returns mean and variance."""
+    """Normalise the dims from ``begin_norm_axis`` on. Return also mean and variance."""
     begin = begin_norm_axis % x.dim()
     variance, mean = torch.var_mean(x, tuple(range(begin, x.dim())), correction=0, keepdim=True)
     if begin_params_axis % x.dim() == begin:
@@ -79,9 +65,6 @@ def _batch_norm(
     x: Any, scale: Any, bias: Any, mean: Any, variance: Any, *, is_training: bool = False, epsilon: float = 1e-5,
     momentum: float = 0.1, data_format: str = "NCHW",
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Normalisation over all dims but the second: ``BatchNorm(is_training, epsilon, momentum)(x, scale, bias, mean,
-    variance)``. Training uses the batch's own statistics and mixes them into ``mean`` and ``variance`` with weight
-    ``momentum``. It also returns the statistics that it used, twice."""
     mean, variance = mean.detach(), variance.detach()
     y = F.batch_norm(x, mean, variance, scale, bias, is_training, momentum, epsilon)
     if is_training:
@@ -91,22 +74,16 @@ def _batch_norm(
 
 
 def _dropped(x: Any, *, keep_prob: float = 0.5, Seed0: int = 0, Seed1: int = 0) -> tuple[Any, Any]:
-    """``Dropout(keep_prob)(x)``: each element is kept with probability ``keep_prob`` and divided by it, else 0; and the
-    mask. Devices draw different numbers for different elements, and equal ones for the same element."""
     scale = F.dropout(torch.ones_like(x), 1 - keep_prob, training=True)
     return x * scale, (scale != 0).to(x.dtype)
 
 
 def _cross_entropy(logits: Any, labels: Any) -> tuple[Any, Any]:
-    """Cross entropy over the last dim of ``(logits, labels)``, with labels as probabilities, and the gradient of the
-    logits. Only the loss is differentiated."""
     logarithms = logits.log_softmax(-1)
     return -(labels * logarithms).sum(-1), (logarithms.exp() - labels).detach()
 
 
 def _sparse_cross_entropy(logits: Any, labels: Any, *, is_grad: bool = False) -> Any:
-    """Mean cross entropy, or with ``is_grad`` the gradient of the logits:
-    ``SparseSoftmaxCrossEntropyWithLogits(is_grad)(logits, labels)``, with labels as class indices."""
     if is_grad:
         hot = F.one_hot(labels.long(), logits.shape[-1]).to(logits.dtype)
         return (logits.softmax(-1) - hot) / logits.shape[0]
@@ -114,7 +91,7 @@ def _sparse_cross_entropy(logits: Any, labels: Any, *, is_grad: bool = False) ->
 
 
 def _normalised(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
-    return {0: (_axes(self.axis), "over which it is normalised")}
+    return {0: (sizes_of(self.axis), "over which it is normalised")}
 
 
 def _from_begin(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
@@ -127,21 +104,27 @@ def _last(why: str) -> Callable[..., Whole]:
 
 
 # Along one dim one operator of torch, along several dims several.
-_SOFTMAX = {"lead": property(lambda self: 0 if len(_axes(self.axis)) > 1 else None), "whole": _normalised}
+_SOFTMAX = {"lead": property(lambda self: 0 if len(sizes_of(self.axis)) > 1 else None), "whole": _normalised}
 CLASSES = classes_of({
     # -- reductions; the first four return the index of the largest or smallest element of a dim
-    "ArgMaxWithValue": (None, lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.max, x, axis, keep_dims),
-                        {"lead": None}),
-    "ArgMinWithValue": (None, lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.min, x, axis, keep_dims),
-                        {"lead": None}),
-    "Argmax": (None, lambda x, *, axis=-1, output_type=torch.int32: x.argmax(axis).to(output_type), {"lead": None}),
-    "Argmin": (None, lambda x, *, axis=-1, output_type=torch.int32: x.argmin(axis).to(output_type), {"lead": None}),
+    "ArgMaxWithValue": lambda x, *, axis=0, keep_dims=False: torch.max(x, axis, keep_dims)[::-1],
+    "ArgMinWithValue": lambda x, *, axis=0, keep_dims=False: torch.min(x, axis, keep_dims)[::-1],
+    "Argmax": lambda x, *, axis=-1, output_type=torch.int32: x.argmax(axis).to(output_type),
+    "Argmin": lambda x, *, axis=-1, output_type=torch.int32: x.argmin(axis).to(output_type),
+    "Sort": (None, lambda x, *, axis=-1, descending=False: narrowed(x.sort(axis, descending=descending)), {
+        "whole": along("which it sorts")}),
+    "TopK": (None, lambda x, k, *, sorted=True: narrowed(x.topk(k, -1, sorted=sorted)), {
+        "whole": _last("of which it finds the largest elements")}),
+    # -- losses
+    "BinaryCrossEntropy": (None, lambda logits, labels, weight=None, *, reduction="mean": F.binary_cross_entropy(
+        logits, labels, weight, reduction=reduction), {
+            "sums": True, "checks": {"reduction": one_of("mean", "sum", "none")}}),
+    "SigmoidCrossEntropyWithLogits": lambda logits, label: F.binary_cross_entropy_with_logits(
+        logits, label, reduction="none"),
+}, Simple, __name__, lead=None) | classes_of({
+    # -- scans
     "CumProd": (None, _multiplied, {"whole": along("along which it accumulates", 1)}),
     "CumSum": (None, _summed, {"whole": along("along which it accumulates", 1)}),
-    "Sort": (None, lambda x, *, axis=-1, descending=False: narrowed(
-        x.sort(axis, descending=descending)), {"lead": None, "whole": along("which it sorts")}),
-    "TopK": (None, lambda x, k, *, sorted=True: narrowed(x.topk(k, -1, sorted=sorted)),
-             {"lead": None, "whole": _last("of which it finds the largest elements")}),
     # -- norms
     "BatchNorm": (None, _batch_norm, {
         "dims": "n c b..., c, c, c, c",
@@ -150,16 +133,11 @@ CLASSES = classes_of({
     "L2Normalize": (None, lambda x, *, axis=0, epsilon=1e-4: (
         x * x.square().sum(axis, keepdim=True).clamp(min=epsilon).rsqrt()), {"whole": _normalised}),
     "LayerNorm": (None, layer_norm, {"whole": _from_begin}),
-    "LogSoftmax": (None, lambda x, *, axis=-1: torch.log_softmax(x, _axes(axis)[0]), _SOFTMAX),
-    "Softmax": (None, lambda x, *, axis=-1: torch.softmax(
-        x, _axes(axis)[0]) if len(_axes(axis)) == 1 else torch.exp(x - x.logsumexp(axis, keepdim=True)), _SOFTMAX),
+    "LogSoftmax": (None, lambda x, *, axis=-1: torch.log_softmax(x, sizes_of(axis)[0]), _SOFTMAX),
+    "Softmax": (None, lambda x, *, axis=-1: torch.softmax(x, sizes_of(axis)[0]) if len(sizes_of(axis)) == 1
+                else torch.exp(x - x.logsumexp(axis, keepdim=True)), _SOFTMAX),
     # -- losses
-    "BinaryCrossEntropy": (None, lambda logits, labels, weight=None, *, reduction="mean": F.binary_cross_entropy(
-            logits, labels, weight, reduction=reduction),
-        {"sums": True, "lead": None, "checks": {"reduction": one_of("mean", "sum", "none")}}),
     "L2Loss": (None, lambda x: x.square().sum() / 2, {"sums": True}),
-    "SigmoidCrossEntropyWithLogits": (None, lambda logits, label: F.binary_cross_entropy_with_logits(
-        logits, label, reduction="none"), {"lead": None}),
     "SoftmaxCrossEntropyWithLogits": (None, _cross_entropy, {
         "whole": _last("the classes"), "same": "the strategies of logits and labels must be equal"}),
     "SparseSoftmaxCrossEntropyWithLogits": (None, _sparse_cross_entropy, {
@@ -171,9 +149,7 @@ CLASSES = classes_of({
 
 
 def _squeezed(x: Any, axis: Any) -> Any:
-    axes = ((axis,) if isinstance(axis, int) else tuple(axis)) or tuple(
-        d for d, size in enumerate(x.shape) if size == 1
-    )
+    axes = sizes_of(axis) or tuple(d for d, size in enumerate(x.shape) if size == 1)
     for dim in axes:
         if x.shape[dim] != 1:
             raise ValueError(problem(f"Squeeze of dim {dim}, which has size {x.shape[dim]}", fix="a dim of size 1"))
@@ -246,10 +222,6 @@ class Slice(_Cut):
         )
 
 
-def _joined(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
-    return dict.fromkeys(range(len(shapes)), ((self.axis,), "along which the inputs are joined"))
-
-
 # The operators of the last table take no strategy: their layout follows from their neighbours', or every device makes
 # its part of a new tensor.
 SHAPES = {
@@ -257,10 +229,11 @@ SHAPES = {
         **of_functions("ExpandDims=expand_dims; Tile; Transpose"),
         "BroadcastTo": (None, lambda x, *, shape: x.expand(shape), {
             "checks": {"shape": lambda _, shape: tuple(shape)}}),
-        "Concat": (None, lambda tensors, *, axis=0: torch.cat(tuple(tensors), axis), {"whole": _joined}),
-        "Pack": lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis),
+        "Concat": (None, lambda tensors, *, axis=0: torch.cat(tuple(tensors), axis), {
+            "whole": lambda self, shapes, args: dict.fromkeys(
+                range(len(shapes)), ((self.axis,), "along which the inputs are joined"))}),
         "Squeeze": lambda x, *, axis=(): _squeezed(x, axis),
-        "Stack": lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis),
+        **dict.fromkeys(("Pack", "Stack"), lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis)),
         "Unstack": (None, lambda x, *, axis=0, num=None: x.unbind(axis), {"whole": along("which is cut into parts")}),
     }, Simple, __name__, lead=None),
     **classes_of({

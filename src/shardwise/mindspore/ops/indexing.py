@@ -225,31 +225,25 @@ class OneHot(OfSettings, axis=-1):
 
 
 def segment_sum(input_x: Any, segment_ids: Any, num_segments: int) -> Any:
-    """Segment sums: ``UnsortedSegmentSum()(x, segment_ids, num_segments)`` sums the parts of x that share an id."""
+    """Sum the parts of a tensor that share an id."""
     count = segment_ids.dim()
     zeros = torch.zeros((num_segments, *input_x.shape[count:]), dtype=input_x.dtype, device=input_x.device)
     return zeros.index_add(0, segment_ids.reshape(-1), input_x.reshape(-1, *input_x.shape[count:]))
 
 
 def gather_nd(input_x: Any, indices: Any) -> Any:
-    """A lookup: ``GatherNd()(x, indices)``, where the last dim of the indices addresses the first dims of x."""
+    """Look up elements, which the last dim of the indices addresses."""
     return input_x[tuple(indices.unbind(-1))]
 
 
 def scatter(x: Any, indices: Any, updates: Any) -> Any:
-    """An update: ``TensorScatterUpdate()(x, indices, updates)`` returns x with new values at the positions in the last
-    dim of the indices."""
+    """Return x with new values at the positions in the last dim of the indices."""
     return x.index_put(tuple(indices.unbind(-1)), updates)
 
 
 def scatter_add(x: Any, indices: Any, updates: Any) -> Any:
-    """``TensorScatterAdd()(x, indices, updates)``: x with values added at the positions in the indices."""
+    """Return x with values added at the positions in the last dim of the indices."""
     return x.index_put(tuple(indices.unbind(-1)), updates, accumulate=True)
-
-
-def _names_of_segments(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Names:
-    names = tuple(f"d{dim}" for dim in range(len(shapes[0])))
-    return names, names[: len(shapes[1])]
 
 
 def _names_of_updates(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Names:
@@ -268,7 +262,8 @@ CLASSES = classes_of({
         "dims": "x..., b... place", "lead": 1, "whole": lambda self, shapes, args: {
             0: (range(len(shapes[0])), "which is looked up"), 1: ((-1,), "which addresses an element")}}),
     "TensorScatterAdd": (None, scatter_add, _UPDATES), "TensorScatterUpdate": (None, scatter, _UPDATES),
-    "UnsortedSegmentSum": (None, segment_sum, {"sums": True, "dim_names": _names_of_segments}),
+    "UnsortedSegmentSum": (None, segment_sum, {
+        "sums": True, "dim_names": lambda self, shapes, args: _numbered("dd", shapes)}),
 }, Simple, __name__)  # fmt: skip
 globals().update(CLASSES)
 

@@ -46,21 +46,23 @@ def _divergence(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
     return elementwise.sum() / {"sum": 1, "mean": elementwise.numel(), "batchmean": elementwise.shape[0]}[reduction]
 
 
-def _log_alpha(log_probs: Tensor, targets: Tensor, *lengths_and_blank: Any) -> Tensor | None:
+def _log_alpha(log_probs: Tensor, targets: Tensor, *lengths_and_blank: Any) -> Any:
     """Return the log-probabilities of all prefixes of the targets [n, t, 2 s + 1]; None in a split cell."""
     if torch.compiler.is_exporting():
         return None
-    table: Tensor = torch._ctc_loss(log_probs.detach(), targets, *lengths_and_blank)[1]
-    return table
+    return torch._ctc_loss(log_probs.detach(), targets, *lengths_and_blank)[1]
 
 
-def classes_loss(x: Tensor, labels_indices: Tensor, labels_values: Tensor, sequence_length: Tensor, ignore_longer: bool,
-    merging: tuple[bool, bool] = (False, True),
+def classes_loss(
+    x: Tensor, labels_indices: Tensor, labels_values: Tensor, sequence_length: Tensor, *,
+    preprocess_collapse_repeated: bool = False, ctc_merge_repeated: bool = True,
+    ignore_longer_outputs_than_inputs: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the CTC losses [n] and the gradient of the logits (None in a split cell). ``x``: logits [t, n, classes],
     whose last class is the blank; ``labels_indices``: (row, position) [k, 2]."""
-    if merging != (False, True):
-        what = f"CTCLoss(preprocess_collapse_repeated={merging[0]}, ctc_merge_repeated={merging[1]})"
+    ignore_longer = ignore_longer_outputs_than_inputs
+    if preprocess_collapse_repeated or not ctc_merge_repeated:
+        what = f"CTCLoss({preprocess_collapse_repeated=}, {ctc_merge_repeated=})"
         raise NotImplementedError(problem(what, fix="labels as they are meant, with False and True"))
     rows, places = as_int(labels_indices).unbind(1)
     width = len(rows) if torch.compiler.is_exporting() else int(places.max()) + 1

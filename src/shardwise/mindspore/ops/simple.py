@@ -5,6 +5,7 @@ Positional arguments are those of the call, keyword-only arguments those of the 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,16 +24,14 @@ from shardwise.mindspore.tensor import Tensor
 from shardwise.mindspore.tensor_methods import dims_of, dtype_of
 
 
-def _depth_to_space(x: Any, block: int) -> Any:
-    n, c, h, w = x.shape
-    blocks = x.reshape(n, block, block, c // block**2, h, w).permute(0, 3, 4, 1, 5, 2)
-    return blocks.reshape(n, c // block**2, h * block, w * block)
-
-
-def _momentum(variable: Any, sums: Any, rate: Any, gradient: Any, momentum: Any, nesterov: bool) -> Any:
+def _momentum(
+    variable: Any, sums: Any, rate: Any, gradient: Any, momentum: Any, *, use_nesterov: bool = False,
+    use_locking: bool = False, gradient_scale: float = 1.0,
+) -> Any:  # fmt: skip
+    gradient = gradient / gradient_scale
     with torch.no_grad():
         sums.copy_(sums * momentum + gradient)
-        variable.sub_((gradient + momentum * sums if nesterov else sums) * rate)
+        variable.sub_((gradient + momentum * sums if use_nesterov else sums) * rate)
     return variable
 
 
@@ -70,15 +69,11 @@ def _lstm(
     return tuple(map(torch.stack, zip(*results, strict=True)))
 
 
-def _only(kept: Any) -> Function:
-    """Return a check for a setting's only value."""
-
-    def check(name: str, value: Any) -> Any:
-        if value != kept:
-            raise NotImplementedError(problem(f"DynamicRNN({name}={value!r})", fix=f"{name}={kept!r}; nn.LSTM, nn.GRU"))
-        return value
-
-    return check
+def _only(name: str, value: Any, *, kept: Any) -> Any:
+    """Check for a setting's only value."""
+    if value != kept:
+        raise NotImplementedError(problem(f"DynamicRNN({name}={value!r})", fix=f"{name}={kept!r}; nn.LSTM, nn.GRU"))
+    return value
 
 
 def _hooked(x: Any, hook: Function) -> Any:
@@ -101,14 +96,14 @@ def _hooked(x: Any, hook: Function) -> Any:
 SIMPLE: dict[str, Any] = {
     **of_functions(TABLES["ops"]["primitives"]),
     # -- shapes
-    "DepthToSpace": lambda x, *, block_size: _depth_to_space(x, block_size),
+    "DepthToSpace": lambda x, *, block_size: F.pixel_shuffle(
+        x.unflatten(1, (block_size**2, -1)).transpose(1, 2).flatten(1, 2), block_size),
     "Einsum": lambda operands, *, equation: torch.einsum(equation, *operands),
     "Meshgrid": lambda inputs, *, indexing="xy": tuple(torch.meshgrid(*inputs, indexing=indexing)),
     "MirrorPad": lambda x, paddings, *, mode="REFLECT": mirrored(x, paddings, mode),
     "Pad": lambda x, *, paddings: mirrored(x, paddings, "CONSTANT"),
-    "SpaceToDepth": lambda x, *, block_size: x.reshape(
-        *x.shape[:2], x.shape[2] // block_size, block_size, x.shape[3] // block_size, block_size
-    ).permute(0, 3, 5, 1, 2, 4).flatten(1, 3),
+    "SpaceToDepth": lambda x, *, block_size: F.pixel_unshuffle(x, block_size).unflatten(
+        1, (-1, block_size**2)).transpose(1, 2).flatten(1, 2),
     # -- reductions
     "ReduceStd": lambda x, *, axis=(), unbiased=True, keep_dims=False: (
         torch.std(x, dims_of(x, axis), correction=int(unbiased), keepdim=keep_dims),
@@ -135,16 +130,11 @@ SIMPLE: dict[str, Any] = {
     # -- boxes
     "NMSWithMask": lambda bboxes, *, iou_threshold=0.5: suppressed(bboxes, iou_threshold),
     # -- losses
-    "CTCLoss": lambda x, labels_indices, labels_values, sequence_length, *, preprocess_collapse_repeated=False,
-    ctc_merge_repeated=True, ignore_longer_outputs_than_inputs=False: classes_loss(
-        x, labels_indices, labels_values, sequence_length, ignore_longer_outputs_than_inputs,
-        (preprocess_collapse_repeated, ctc_merge_repeated)),
+    "CTCLoss": classes_loss,
     "NLLLoss": lambda logits, labels, weight, *, reduction="mean": (
         F.nll_loss(logits, labels.long(), weight, reduction=reduction), weight[labels.long()].sum()),
     # -- parameters
-    "ApplyMomentum": lambda variable, accumulation, learning_rate, gradient, momentum, *, use_nesterov=False,
-    use_locking=False, gradient_scale=1.0: _momentum(
-        variable, accumulation, learning_rate, gradient / gradient_scale, momentum, use_nesterov),
+    "ApplyMomentum": _momentum,
     "Adam": lambda var, m, v, beta1_power, beta2_power, lr, beta1, beta2, epsilon, gradient, *, use_locking=False,
     use_nesterov=False: _adam(var, m, v, lr * (1 - beta2_power) ** 0.5 / (1 - beta1_power), (beta1, beta2), epsilon,
                               gradient, 0.0, use_nesterov),
@@ -154,7 +144,7 @@ SIMPLE: dict[str, Any] = {
     direction="UNIDIRECTIONAL", cell_depth=1, use_peephole=False, keep_prob=1.0, cell_clip=-1.0, num_proj=0,
     time_major=True, activation="tanh", forget_bias=0.0, is_training=True: _lstm(
         x, w, b, seq_length, init_h, init_c, forget_bias, keep_prob if is_training else 1.0, cell_clip),
-        {"checks": {name: _only(value) for name, value in (
+        {"checks": {name: partial(_only, kept=value) for name, value in (
             ("cell_type", "LSTM"), ("direction", "UNIDIRECTIONAL"), ("cell_depth", 1), ("use_peephole", False),
             ("num_proj", 0), ("time_major", True), ("activation", "tanh"))}}),
     "Roll": lambda x, *, shift, axis=None: torch.roll(x, shift, axis),

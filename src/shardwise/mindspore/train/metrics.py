@@ -133,25 +133,17 @@ def _counts(output: Array, label: Array, eval_type: str = "classification") -> t
 
 
 def _accuracy(output: Array, label: Array, *, eval_type: str = "classification") -> float:
-    """The fraction of rows that are right."""
     if eval_type == "multilabel":
         return float(np.moveaxis(output == label, 1, -1).reshape(-1, output.shape[1]).all(1).mean())
     return float((output.argmax(1) == _classes(output, label)).mean())
 
 
-def _f1(right: Array, predicted: Array, labels: Array) -> Array:
-    return _ratio(2 * right, labels + predicted)
-
-
 def _in_top(output: Array, label: Array, *, k: int) -> float:
-    """The fraction of rows whose label is among the k largest outputs."""
     best = np.argsort(-output, 1, kind="stable")[:, :k]
     return float((best == _classes(output, label).reshape(-1, 1)).any(1).mean())
 
 
 def _perplexity(output: Array, label: Array, *, ignore_label: Any = None) -> float:
-    """The exponential of the mean negative log-probability of the labels. ``ignore_label``: a label that is not
-    counted."""
     output, label = output.reshape(-1, output.shape[-1]), label.reshape(-1).astype(int)
     counted = np.ones(label.shape, bool) if ignore_label is None else label != ignore_label
     chosen = output[np.arange(len(label)), np.where(counted, label, 0)][counted]
@@ -161,7 +153,6 @@ def _perplexity(output: Array, label: Array, *, ignore_label: Any = None) -> flo
 def _confusion(
     output: Array, label: Array, *, num_classes: int, normalize: Any = "no_norm", threshold: Any = 0.5
 ) -> Any:
-    """Counts of (label, prediction). ``normalize``: "no_norm", "target", "prediction" or "all"."""
     if output.ndim == label.ndim + 1:
         output = output.argmax(1)
     elif output.dtype.kind == "f":
@@ -175,8 +166,6 @@ def _confusion(
 
 
 def _roc(output: Array, label: Array, *, class_num: Any = None, pos_label: Any = None) -> Any:
-    """The ROC curve of a score: false positive rates, true positive rates, thresholds. ``class_num``: number of
-    classes; with several, each result is a list with one entry per class. ``pos_label``: the positive label."""
     if class_num is None or class_num < 2 or output.ndim == 1:
         return _curve(output.reshape(-1), label.reshape(-1) == (1 if pos_label is None else pos_label))
     curves = [_curve(output[:, c], label.reshape(-1) == c) for c in range(class_num)]
@@ -213,7 +202,7 @@ CLASSES: dict[str, Any] = {
         "Top5CategoricalAccuracy": lambda output, label: _in_top(output, label, k=5),
     }, _Kept, __name__),
     **classes_of({
-        "F1": lambda output, label: _f1(*_counts(output, label)),
+        "F1": lambda output, label: _ratio(2 * (counts := _counts(output, label))[0], counts[1] + counts[2]),
         "Precision": lambda output, label, *, eval_type="classification": _ratio(
             *_counts(output, label, eval_type)[:2]),
         "Recall": lambda output, label, *, eval_type="classification": _ratio(*_counts(output, label, eval_type)[::2]),

@@ -207,8 +207,7 @@ class Model:
                 for metric in self._metrics.values():
                     metric.update_from(outputs, self._is_own and self._eval_indexes is None)
                 notify(listed, "on_eval_step_end", run)
-            params.metrics = {name: metric.eval() for name, metric in self._metrics.items()}
-        measured: dict[str, Any] = params.metrics
+            params.metrics = measured = {name: metric.eval() for name, metric in self._metrics.items()}
         return measured
 
     def build(self, train_dataset: Any = None, valid_dataset: Any = None, sink_size: int = -1, epoch: int = 1) -> None:

@@ -15,22 +15,8 @@ from torch import nn
 
 from shardwise import Mesh, Plan, rank
 from shardwise.errors import listed, problem
-from shardwise.mindspore import calls, context, protobuf
+from shardwise.mindspore import calls, context, holding, protobuf
 from shardwise.mindspore.checks import note, unknown_words
-from shardwise.mindspore.holding import (
-    Held,
-    boxes_of,
-    checkpoint_buffers,
-    checkpoint_names,
-    gathered,
-    held_by,
-    hold,
-    holding_of,
-    is_elsewhere,
-    joined,
-    own_shard,
-    unwrapped,
-)
 from shardwise.mindspore.library import Box, format_layout, load_exported, parse_layout, save_exported, shard
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.tensor import Parameter, as_torch
@@ -42,7 +28,7 @@ class Slice(Parameter):
     """A parameter of a checkpoint. ``held``: its distribution; None if it is whole. ``is_state``: it is a state of an
     optimizer; ``is_info``: it was appended. ``path``: path of it, or of its parameter, in the saved network."""
 
-    held: Held | None = None
+    held: holding.Held | None = None
     is_state = is_info = False
     path = ""
 
@@ -75,21 +61,21 @@ def save_checkpoint(
     if isinstance(save_obj, nn.Module):
         trains = getattr(save_obj, "optimizer", None)
         optimizer = optimizer or (trains if isinstance(trains, Optimizer) else None)
-        tensors: dict[str, torch.Tensor] = {**checkpoint_names(save_obj), **checkpoint_buffers(save_obj)}
+        tensors = _tensors(save_obj)
     elif isinstance(save_obj, dict):
         tensors = {name: as_torch(value) for name, value in save_obj.items()}
     else:
         tensors = {entry["name"]: as_torch(entry["data"]) for entry in save_obj}
     owned = {name: (x, x) for name, x in tensors.items() if choice_func is None or choice_func(name)}
     module = save_obj if isinstance(save_obj, nn.Module) else nn.Module()
-    paths = {id(x): unwrapped(path) for path, x in (*module.named_parameters(), *module.named_buffers())}
+    paths = {id(x): holding.unwrapped(path) for path, x in (*module.named_parameters(), *module.named_buffers())}
     entries: dict[str, dict[str, Any]] = {}
     for name, (tensor, owner) in {**owned, **({} if optimizer is None else optimizer.states())}.items():
-        holding = None if owner is None or tensor.shape != owner.shape else holding_of(owner)
-        if integrated_save and (holding is not None or owner is tensor):
-            entries[name] = _entry(gathered(tensor, holding), None)
-        elif integrated_save or owner is None or not is_elsewhere(owner):
-            entries[name] = _entry(tensor, holding)
+        distribution = None if owner is None or tensor.shape != owner.shape else holding.holding_of(owner)
+        if integrated_save and (distribution is not None or owner is tensor):
+            entries[name] = _entry(holding.gathered(tensor, distribution), None)
+        elif integrated_save or owner is None or not holding.is_elsewhere(owner):
+            entries[name] = _entry(tensor, distribution)
         else:
             continue
         entries[name] |= ({} if owner is tensor else {"state": True}) | {"path": paths.get(id(owner), name)}
@@ -99,6 +85,10 @@ def save_checkpoint(
         protobuf.write_checkpoint(path, whole, append_dict or {})
     else:
         write(path, entries, append_dict or {}, rank())
+
+
+def _tensors(cell: nn.Module) -> dict[str, torch.Tensor]:
+    return {**holding.checkpoint_names(cell), **holding.checkpoint_buffers(cell)}
 
 
 def async_ckpt_thread_status() -> bool:
@@ -134,11 +124,11 @@ def _with_suffix(file: str, suffix: str) -> Path:
     return Path(file if file.endswith(suffix) else file + suffix)
 
 
-def _entry(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
+def _entry(tensor: torch.Tensor, distribution: holding.Held | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"data": tensor.detach().as_subclass(torch.Tensor).cpu().clone()}
-    if holding is not None:
-        mesh, text = list(holding.layout.mesh.axes), format_layout(holding.layout)
-        entry |= {"shape": list(holding.shape), "mesh": mesh, "layout": text, "ranks": list(holding.ranks)}
+    if distribution is not None:
+        mesh, text = list(distribution.layout.mesh.axes), format_layout(distribution.layout)
+        entry |= {"shape": list(distribution.shape), "mesh": mesh, "layout": text, "ranks": list(distribution.ranks)}
     return entry
 
 
@@ -218,7 +208,7 @@ def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
         if "layout" in entry:
             mesh = Mesh([(axis, size) for axis, size in entry["mesh"]])
             ranks = tuple(entry.get("ranks", range(mesh.num_devices)))
-            piece.held = Held(parse_layout(entry["layout"], mesh), ranks)
+            piece.held = holding.Held(parse_layout(entry["layout"], mesh), ranks)
         parameters[name] = piece
     return parameters, content["info"], content["rank"]
 
@@ -266,7 +256,7 @@ def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]
             what = f"{name} is split as {layout} in one file and differently in another"
             raise RuntimeError(problem(what, fix="the files of one checkpoint, one of every rank"))
     parts = [(writer, pieces[name]) for pieces, _, writer in files if pieces[name].held == first.held]
-    whole, missing = joined(first.held, parts)
+    whole, missing = holding.joined(first.held, parts)
     if missing.any():
         writers = ", ".join(str(writer) for *_, writer in files)
         what = f"the files of ranks {writers} have {int((~missing).sum())} of the {missing.numel()} elements of {name}"
@@ -297,7 +287,7 @@ def load_param_into_net(
     if isinstance(net, Optimizer):
         taken = net.load_states({name: entry for name, entry in entries.items() if getattr(entry, "is_state", False)})
         return [name for name in net.states() if name not in taken], [name for name in entries if name not in taken]
-    targets: dict[str, torch.Tensor] = {**checkpoint_names(net), **checkpoint_buffers(net)}
+    targets = _tensors(net)
     if not strict_load:
         entries = _without_prefix(entries, [name for name in targets if name not in entries])
     loads = []
@@ -305,7 +295,7 @@ def load_param_into_net(
         entry = entries.get(name)
         if entry is None:
             continue
-        of, now = getattr(entry, "held", None), holding_of(target)
+        of, now = getattr(entry, "held", None), holding.holding_of(target)
         whole = tuple(entry.shape) if of is None else of.shape
         expected = tuple(target.shape) if now is None else now.shape
         if whole != expected:
@@ -318,11 +308,11 @@ def load_param_into_net(
         loads.append((target, entry, of))
     for target, entry, of in loads:
         data = entry.detach().as_subclass(torch.Tensor).to(dtype=target.dtype, device=target.device)
-        if of is None or holding_of(target) is not None:
+        if of is None or holding.holding_of(target) is not None:
             with torch.no_grad():
-                target.copy_(own_shard(data, target))
+                target.copy_(holding.own_shard(data, target))
         else:
-            hold(target, data.clone(), of)
+            holding.hold(target, data.clone(), of)
     if isinstance(getattr(net, "optimizer", None), Optimizer):
         load_param_into_net(net.optimizer, parameter_dict)
     missing = [name for name in targets if name not in entries]
@@ -340,7 +330,7 @@ def _without_prefix(entries: dict[str, Any], missing: list[str]) -> dict[str, An
     return {renamed.get(key, key): entry for key, entry in entries.items()}
 
 
-def _check_part(name: str, of: Held | None, now: Held | None) -> None:
+def _check_part(name: str, of: holding.Held | None, now: holding.Held | None) -> None:
     """Raise RuntimeError if a part of a parameter is not the one that this rank needs."""
     if of is None or of == now:
         return
@@ -370,7 +360,7 @@ def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MIN
     """
     if file_format != "MINDIR":
         raise ValueError(problem(f"file_format is {file_format!r}", fix='"MINDIR"'))
-    if split := [name for name, p in net.named_parameters() if (of := holding_of(p)) and of.is_split]:
+    if split := [name for name, p in net.named_parameters() if (of := holding.holding_of(p)) and of.is_split]:
         what = f"{split[0]} is split over the ranks"
         raise RuntimeError(problem(what, fix="save a checkpoint, and load_distributed_checkpoint in one process"))
     tensors = tuple(as_torch(x) for x in inputs)
@@ -419,11 +409,11 @@ def rank_list_for_transform(
         return [0]
     source, target = _holdings(src_strategy_file), _holdings(dst_strategy_file)
     needed: set[int] = set()
-    for path, holding in source.items():
-        target_boxes = boxes_of(_matching(path, target), rank_id, holding)
+    for path, distribution in source.items():
+        target_boxes = holding.boxes_of(_matching(path, target), rank_id, distribution)
         covered: set[tuple[Box, ...]] = set()
-        for number in holding.ranks:
-            parts = boxes_of(holding, number, holding)
+        for number in distribution.ranks:
+            parts = holding.boxes_of(distribution, number, distribution)
             if parts not in covered and any(a.common(b.offsets, b.sizes) for a in parts for b in target_boxes):
                 covered.add(parts)
                 needed.add(number)
@@ -469,19 +459,20 @@ def transform_checkpoints(
 
 
 def _write_part(
-    whole: dict[str, Slice], info: dict[str, Any], number: int, path: Path, holdings: dict[str, Held]
+    whole: dict[str, Slice], info: dict[str, Any], number: int, path: Path, holdings: dict[str, holding.Held]
 ) -> None:
     entries: dict[str, dict[str, Any]] = {}
     for name, tensor in whole.items():
         part = tensor.detach().as_subclass(torch.Tensor)
-        holding = _matching(tensor.path, holdings if tensor.dim() else {})
-        if holding is not None and holding.shape != tuple(tensor.shape):
-            holding = None  # a state whose shape differs from its parameter's
-        if holding is not None:
-            if number not in holding.ranks:
+        distribution = _matching(tensor.path, holdings if tensor.dim() else {})
+        if distribution is not None and distribution.shape != tuple(tensor.shape):
+            distribution = None  # a state whose shape differs from its parameter's
+        if distribution is not None:
+            if number not in distribution.ranks:
                 continue
-            part = shard(part, holding.layout, holding.coordinates(number))
-        entries[name] = _entry(part, holding) | ({"state": True} if tensor.is_state else {}) | {"path": tensor.path}
+            part = shard(part, distribution.layout, distribution.coordinates(number))
+        state = {"state": True} if tensor.is_state else {}
+        entries[name] = _entry(part, distribution) | state | {"path": tensor.path}
     write(path, entries, info, number)
 
 
@@ -494,11 +485,11 @@ def restore_group_info_list(ckpt_file_name: str) -> list[int]:
     return [int(rank) for rank in json.loads(Path(ckpt_file_name).read_text())]
 
 
-def _holdings(strategy: str | None) -> dict[str, Held]:
-    return {} if strategy is None else held_by(Plan.load(strategy))
+def _holdings(strategy: str | None) -> dict[str, holding.Held]:
+    return {} if strategy is None else holding.held_by(Plan.load(strategy))
 
 
-def _matching(path: str, holdings: dict[str, Held]) -> Held | None:
+def _matching(path: str, holdings: dict[str, holding.Held]) -> holding.Held | None:
     """Return the distribution of a parameter in a plan; None without a plan. Raises ValueError if it has none."""
     if holdings and path not in holdings:
         near = listed(sorted(holdings)[:4])
@@ -510,7 +501,7 @@ def _matching(path: str, holdings: dict[str, Held]) -> Held | None:
 def merge_sliced_parameter(sliced_parameters: Sequence[Slice], strategy: Any = None) -> torch.Tensor:
     """Join a parameter from its slices, which ``load_checkpoint`` read, in the order of their ranks. ``strategy`` is
     not needed, as each slice contains its layout."""
-    ranks = holding.ranks if (holding := sliced_parameters[0].held) else range(len(sliced_parameters))
+    ranks = distribution.ranks if (distribution := sliced_parameters[0].held) else range(len(sliced_parameters))
     name = sliced_parameters[0].name
     return of_parts(name, [({name: part}, {}, at) for part, at in zip(sliced_parameters, ranks, strict=False)])
 
