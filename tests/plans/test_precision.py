@@ -354,6 +354,7 @@ LOSSES = {
     "smooth l1": F.smooth_l1_loss,
     "binary cross entropy": lambda y, target: F.binary_cross_entropy_with_logits(y, target.sigmoid()),
     "cross entropy with probabilities": lambda y, target: F.cross_entropy(y, target.softmax(-1)),
+    "soft margin": lambda y, target: F.soft_margin_loss(y, target.sign()),
     "of low targets": lambda y, target: F.mse_loss(y, target.to(BF16)),
 }
 

@@ -100,6 +100,16 @@ class Auxiliary(Body):
         return sum((main * torch.exp(-self.log_scale), self.log_scale, 0.1 * calm, 0.01 * penalty))
 
 
+class Shifted(Body):
+    """Numbers that are added to means, on either side, of either sign, more than once."""
+
+    def forward(self, x, y):
+        scores = self.scores(x)
+        alike = F.cosine_similarity(scores, scores.roll(1, -1), dim=-1).mean()
+        entropy = torch.sub(F.cross_entropy(scores.flatten(0, 1), y.flatten()), 3, alpha=0.5)
+        return (1 - alike) + 0.1 * (2 - (entropy + 1) * 3) - 1e-3
+
+
 class PerSample(Body):
     """Means of every sample's own tokens, then a mean over samples."""
 
@@ -218,6 +228,7 @@ TOKENS = {
     "weighted": (Weighted, (rows(6, 6), labels(6))),
     "masked": (Masked, (rows(6, 6), MASK)),
     "auxiliary": (Auxiliary, (rows(6, 6), labels(6))),
+    "shifted": (Shifted, (rows(6, 6), labels(6))),
     "per sample": (PerSample, (rows(6, 6), MASK)),
     "margin": (Margin, (rows(6), labels().clamp(min=0))),
     "dropout": (Dropping, (rows(4, 6),)),
@@ -251,7 +262,7 @@ def test_passes_of_a_step_compute_what_one_pass_over_the_batch_does(name, micro_
     prove(module, inputs, plan, tolerance=EQUAL)
 
 
-@pytest.mark.parametrize("name", ["cross entropy", "auxiliary", "dropout", "attention"])
+@pytest.mark.parametrize("name", ["cross entropy", "auxiliary", "shifted", "dropout", "attention"])
 @pytest.mark.sampled(2)
 def test_a_last_pass_over_fewer_samples_counts_for_as_much_as_it_has(name):
     module, inputs = made(name)
@@ -382,7 +393,9 @@ def without(forgotten):
     return mock.patch.object(time_axis.TimeSplit, "decide_sums", forgetful)
 
 
-@pytest.mark.parametrize(("name", "forgotten"), [("cross entropy", "whole"), ("auxiliary", "once")])
+@pytest.mark.parametrize(
+    ("name", "forgotten"), [("cross entropy", "whole"), ("auxiliary", "once"), ("shifted", "shifted")]
+)
 def test_without_counts_of_the_whole_batch_or_with_a_penalty_in_every_pass_micro_batches_are_wrong(name, forgotten):
     module, inputs = made(name)
     with without(forgotten):

@@ -207,14 +207,17 @@ NONE, MEAN, SUM = 0, 1, 2
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
-def _mean_loss(loss: Callable[[int], Tensor], scores: Tensor, count: Callable[[Tensor], Tensor | int]) -> Tensor:
-    """Divide the sum of a loss by ``count`` of it. ``loss``: by its reduction."""
+def _mean_loss(
+    loss: Callable[[int], Tensor], scores: Tensor, count: Callable[[Tensor], Tensor | int], *, promotes: bool = True
+) -> Tensor:
+    """Divide the sum of a loss by ``count`` of it. ``loss``: by its reduction; ``promotes``: whether targets in float32
+    make it float32."""
     if scores.dtype not in _LOW_PRECISION:
         total = loss(SUM)
         return total / count(total)
     each = loss(NONE)
     total = each.sum(dtype=torch.float32)
-    return (total / count(total)).to(each.dtype)  # the targets may be in float32, and so is the loss
+    return (total / count(total)).to(each.dtype if promotes else scores.dtype)
 
 
 def _class_loss(
@@ -257,7 +260,9 @@ def _element_loss(operator: OpOverload, _: Noise, scores: Tensor, *rest: Any, **
         total: Tensor = operator(scores, *rest[:place], reduction, *rest[place + 1 :], **named)
         return total
 
-    return _mean_loss(loss, scores, lambda _: count)
+    # Kernels of these two return the dtype of their input, though fake tensors say otherwise.
+    promotes = operator not in (torch.ops.aten.huber_loss.default, torch.ops.aten.soft_margin_loss.default)
+    return _mean_loss(loss, scores, lambda _: count, promotes=promotes)
 
 
 def _of_each(function: Callable[..., Any], names: str) -> dict[OpOverload, Rewrite]:

@@ -24,7 +24,7 @@ from shardwise.graph.custom_operators import RANDOM
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, rename_operands
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, run_call
 from shardwise.layouts.choice import ShardPosition, Split
 from shardwise.programs.lower import lowered_by_model
 from shardwise.programs.separate_batches import FIRST, WHOLE, TermGraphs, TermOps, numbered_in_batch, whole_name
@@ -213,7 +213,23 @@ class _MicroBatchWriter:
             why = f"{op.name} depends on the position of a sample in the batch"
             what = f"the step is not a sum over micro-batches: {why}"
             raise PlanError(what, op=op.name, source=op.source, fix=FIX) from None
-        self._append(rename_operands(local, op.operands, operands), op)
+        call = rename_operands(local, op.operands, operands)
+        if op.name in self.split.shifted:
+            call = self._shifted_once(call, op)
+        self._append(call, op)
+
+    def _shifted_once(self, call: Op, op: Op) -> Op:
+        """Return the sum that adds the number of an operator in the first micro-batch only, after the operator with 0
+        in place of the number."""
+        (result,) = op.results
+        linear = tuple(arg if isinstance(arg, Ref) else 0 for arg in call.args)
+        self._append(replace(call, name=f"{op.name}.linear", args=linear, results=(f"{result}.linear",)), op)
+        number = run_call(op, lambda _: torch.zeros((), dtype=torch.float64)).item()
+        dtype = self.graph.by_name[result].dtype
+        added = self._emit(op, "number", aten.full.default, ((), number), (result, "number"), (("dtype", dtype),))
+        return replace(
+            call, target=aten.add.Tensor, args=(Ref(f"{result}.linear"), Ref(self._once(added, op))), kwargs=()
+        )
 
     def _add_of_term(self, op: Op, terms: TermOps | None) -> None:
         assert terms is not None, "it has operators"
@@ -347,14 +363,22 @@ class _MicroBatchWriter:
             shape = self._shape(value.shape, where_of_result or self.split.where[source])
             self.values[name] = replace(value, name=name, shape=shape)
 
-    def _emit(self, op: Op | None, word: str, target: Any, args: tuple[Arg, ...], key: tuple[Any, Any]) -> str:
+    def _emit(
+        self,
+        op: Op | None,
+        word: str,
+        target: Any,
+        args: tuple[Arg, ...],
+        key: tuple[Any, Any],
+        kwargs: tuple[tuple[str, Arg], ...] = (),
+    ) -> str:
         """Append an operator that only micro-batches have, once per key. It gets the source line of its consumer."""
         if key in self.derived:
             return self.derived[key]
         number = sum(emitted.name.startswith(f"/{word}_of_pass") for emitted in self.ops)
         result = self.derived[key] = f"_shardwise_{word}_{number}"
         source = "" if op is None else op.source
-        self.ops.append(Op(f"/{word}_of_pass_{number}", target, args, (), (result,), source))
+        self.ops.append(Op(f"/{word}_of_pass_{number}", target, args, kwargs, (result,), source))
         (value,) = self.types.results(self.ops[-1], self.values.__getitem__)
         self.values[result] = replace(value, name=result)
         return result

@@ -8,7 +8,8 @@ micro-batch (``I``). Only these conversions along the axis are possible:
 * gradients of the micro-batches are summed: backward of ``I -> R`` is gradient accumulation;
 * the loss is delivered as a partial sum: the losses of the micro-batches add up to that of the batch;
 * values that depend only on inputs (a count of valid labels) are summed before the micro-batches, in a *prelude*;
-* values that are the same in every micro-batch and added to partial sums count in the first one only (``I -> P``).
+* values that are the same in every micro-batch and added to partial sums count in the first one only (``I -> P``), and
+  so do numbers (the 1 of ``1 - similarity``).
 
 Any other conversion along the axis would need a value of all micro-batches while one of them runs. The loss is then no
 sum over micro-batches, and the model is refused with the operator's name. There is one exception: running statistics
@@ -23,6 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from shardwise.errors import PlanError
 from shardwise.graph.batch import batch_size
@@ -39,6 +42,8 @@ from shardwise.programs.lower import PlacedOp, lower, rule_within
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import Lowering
 
+aten = torch.ops.aten
+_SHIFTS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar})  # with a number and one tensor
 AXIS = Mesh(micro=2)  # the length is arbitrary: operators do the same for every length
 FIX = "plan with micro_batch equal to global_batch, or write the loss as a sum over samples"
 
@@ -89,8 +94,8 @@ class TimeSplit:
     value; ``splits``: operator -> the factor that is split, for operators with samples. ``whole``: (operator, position)
     of operands that are partial sums but needed whole; they depend on inputs only. ``once``: (operator, position) of
     operands that are the same in every micro-batch and join partial sums, so they count in the first one only;
-    ``loss_once``: whether the loss does. ``local``: operators that treat a micro-batch as the batch; ``statistics``:
-    buffers that every one writes.
+    ``loss_once``: whether the loss does; ``shifted``: operators that add a number to partial sums. ``local``: operators
+    that treat a micro-batch as the batch; ``statistics``: buffers that every one writes.
     """
 
     graph: Graph
@@ -102,6 +107,7 @@ class TimeSplit:
     whole: set[tuple[str, int]] = field(default_factory=set)
     once: set[tuple[str, int]] = field(default_factory=set)
     loss_once: bool = False
+    shifted: set[str] = field(default_factory=set)
     local: set[str] = field(default_factory=set)
     statistics: tuple[str, ...] = ()
 
@@ -215,6 +221,15 @@ class TimeSplit:
             return
         hard = {i for i in partial if op.operands[i] not in self.of_inputs}
         group = None if op.name in self.splits else self._group(op, hard, partial)
+        if (
+            hard
+            and group is None
+            and op.target in _SHIFTS
+            and self.where[op.operands[0]] == "P"
+            and not op.operands[1:]
+        ):
+            self.shifted.add(op.name)
+            group = (0,)
         if hard and group is None:
             name = op.operands[min(hard)]
             self._check_only_added(op, name, "needs it before")
