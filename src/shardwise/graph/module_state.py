@@ -39,7 +39,7 @@ from shardwise.graph.looking import (
 )
 from shardwise.graph.origins import is_class_of_models, is_module_of_models, is_of_models
 from shardwise.graph.schema import is_random
-from shardwise.graph.trees import argument_key, constant_key, is_constant
+from shardwise.graph.trees import argument_key, bytes_of, constant_key, is_constant
 
 BETWEEN_CALLS = "between two calls"  # the tag of the mark that divides a trace of two calls
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -334,5 +334,4 @@ def _numbers(graph: Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, i
 
 def content_of(data: torch.Tensor) -> object:
     """Return a key of the numbers in a tensor."""
-    flat = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return data.dtype, tuple(data.shape), flat.numpy().tobytes()
+    return data.dtype, tuple(data.shape), bytes_of(data)

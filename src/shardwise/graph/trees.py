@@ -248,6 +248,11 @@ def storage_of(value: Any) -> int:
     return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else -1
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the numbers of a tensor as they lie in memory."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def type_name(value: Any) -> str:
     """Return ``trainer.Batch``, or ``list`` for a builtin type."""
     kind = type(value)
