@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.errors import listed
 from shardwise.graph.ir import Graph, Ref, needed_for, refs
 from shardwise.graph.looking import (
     attribute,
@@ -33,7 +34,6 @@ from shardwise.graph.looking import (
     function_of,
     items_of,
     nested_code,
-    shown_first,
     size_of,
     text_of,
 )
@@ -73,7 +73,7 @@ class StateSnapshot:
     def described(self, places: Iterable[str], after: StateSnapshot) -> str:
         """Describe changes, as in ``calls (0 -> 1), cache (None -> a tensor)``."""
         gone = "nothing"
-        return shown_first([f"{p} ({self.texts.get(p, gone)} -> {after.texts.get(p, gone)})" for p in places])
+        return listed([f"{p} ({self.texts.get(p, gone)} -> {after.texts.get(p, gone)})" for p in places])
 
     def without_tensors(self, places: Iterable[str], after: StateSnapshot) -> tuple[str, ...]:
         """Return the locations that hold no tensor afterwards."""
