@@ -249,13 +249,20 @@ def _shortened(line: str) -> str:
     return f"{line[: _LONGEST_LINE // 2]} ... ({len(line):,} characters) ... {line[-_LONGEST_LINE // 4 :]}"
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[object], separator: str = ", ", most: int = 4) -> str:
     """Format the first few of many names.
 
     >>> print(listed(["a", "b", "c", "d", "e", "f"]))
     a, b, c, d and 2 more
     """
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    before = " " if separator == ", " else separator
+    more = f"{before}and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(map(str, names[:most])) + more
+
+
+def one_per_line(what: str, faults: Sequence[str]) -> str:
+    """Format a sentence and the first few of many faults of one thing."""
+    return f"{what}:\n  " + listed(faults, "\n  ", 8)
 
 
 def name_ranks(ranks: Sequence[int], limit: int | None = _NUM_RANKS) -> str:

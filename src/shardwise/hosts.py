@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.errors import LaunchError, ShardwiseError, listed
 from shardwise.untrusted_text import MAX_DEVICES, read_json, read_text, shorten_repr, whole_number
 
 # name, name:8, [address]:8, or an IPv6 address, which is all colons; then options.
@@ -27,7 +27,6 @@ _OPTION = re.compile(r"(?<!\S)([\w-]+)\s*=\s*(\S+)")
 _IGNORED = frozenset({"max_slots", "max-slots", "slots_max", "slots-max"})  # a limit for mpirun's oversubscription
 _MOST_BYTES = 2**26  # of a hostfile or rank table: 64 for each of MAX_DEVICES
 _BACKLOG = 2048  # connections that may wait to be accepted, as for torch's store
-_NUM_SHOWN = 4  # names or numbers that a message lists before "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ def _server(number: int, entry: Any) -> Host:
     ranks, ids = zip(*pairs, strict=True)
     twice = [device for device, count in Counter(ids).items() if count > 1]
     if twice:
-        raise _TableError(f"gives device {_some(twice)} of {name} to two ranks")
+        raise _TableError(f"gives device {listed(twice)} of {name} to two ranks")
     return Host(name, ranks, () if ids == tuple(range(len(ids))) else ids)
 
 
@@ -140,11 +139,11 @@ def _check_table(table: dict[str, Any], hosts: Sequence[Host]) -> None:
     ranks = Counter(rank for host in hosts for rank in host.ranks)
     names = Counter(host.name for host in hosts)
     if twice := [rank for rank, count in ranks.items() if count > 1]:
-        raise _TableError(f"has rank {_some(twice)} twice")
+        raise _TableError(f"has rank {listed(twice)} twice")
     if missing := sorted(set(range(len(ranks))) - set(ranks)):
-        raise _TableError(f"has {len(ranks)} devices but not rank {_some(missing)}: ranks are 0 to {len(ranks) - 1}")
+        raise _TableError(f"has {len(ranks)} devices but not rank {listed(missing)}: ranks are 0 to {len(ranks) - 1}")
     if twice_named := [name for name, count in names.items() if count > 1]:
-        raise _TableError(f"has server {_some(twice_named)} twice")
+        raise _TableError(f"has server {listed(twice_named)} twice")
     if "server_count" in table and (count := _whole(table, "server_count", "the file")) != len(hosts):
         raise _TableError(f"has server_count {count} but {len(hosts)} servers")
     if table.get("status", "completed") != "completed":
@@ -176,9 +175,9 @@ def find_host(hosts: Sequence[Host], path: str) -> int:
     if len(numbers) == 1:
         return numbers[0]
     if numbers:
-        what = f"{len(numbers)} hosts of {path} are this machine ({ours}): {_some([hosts[i].name for i in numbers])}"
+        what = f"{len(numbers)} hosts of {path} are this machine ({ours}): {listed([hosts[i].name for i in numbers])}"
         raise LaunchError(what, fix=f"give the number of this one, from 0: --node-rank {numbers[0]}")
-    what = f"this machine ({ours}) is not one of the hosts of {path}: {_some([host.name for host in hosts])}"
+    what = f"this machine ({ours}) is not one of the hosts of {path}: {listed([host.name for host in hosts])}"
     raise LaunchError(what, fix="add it, or give the number of this host, from 0: --node-rank 0")
 
 
@@ -277,15 +276,6 @@ def _read(path: str, kind: str) -> str:
         return read_text(path, _MOST_BYTES)
     except (OSError, UnicodeDecodeError, ShardwiseError) as error:
         raise LaunchError(f"cannot read the {kind}: {error}", fix=f"give the path of the {kind}") from error
-
-
-def _some(items: Sequence[object]) -> str:
-    """Format the first few items of a list.
-
-    >>> _some([1, 2, 3, 4, 5])
-    '1, 2, 3, 4, ...'
-    """
-    return ", ".join(map(str, items[:_NUM_SHOWN])) + ", ..." * (len(items) > _NUM_SHOWN)
 
 
 def free_port() -> int:

@@ -25,8 +25,14 @@ Back = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Mixture(nn.Module):
     """``back``: (results in the sorted order, the order, the tokens in it, the input) -> rows of the tokens."""
 
-    def __init__(self, back: Back, ends: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        back: Back,
+        ends: Callable[[Tensor, Tensor], Tensor] | None = None,
+        product: Callable[..., Tensor] = F.grouped_mm,
+    ) -> None:
         super().__init__()
+        self.product = product
         self.back, self.gate = back, nn.Linear(WIDTH, EXPERTS)
         self.ends = ends or by_histogram
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 16) / 4)
@@ -38,7 +44,7 @@ class Mixture(nn.Module):
         experts, order = chosen.flatten().sort()
         tokens = order // TOP
         ends = self.ends(experts, chosen)
-        hidden = F.gelu(F.grouped_mm(rows[tokens], self.up, offs=ends))
+        hidden = F.gelu(self.product(rows[tokens], self.up, offs=ends))
         results = F.grouped_mm(hidden, self.down, offs=ends) * weights.flatten()[order, None]
         return self.back(results, order, tokens, rows).square().mean()
 
@@ -151,18 +157,8 @@ def test_the_rows_of_a_split_batch_stay_where_they_are(back: Back, ends: Callabl
 @pytest.mark.parametrize("strategy", ["e@ep", "n@ep", "k@ep", "r@ep", "s@ep"])
 @pytest.mark.sampled(3)
 def test_a_product_by_expert_is_split_beside_a_split_batch(strategy: str) -> None:
-    class Split(Mixture):
-        def forward(self, x: Tensor) -> Tensor:
-            rows = x.flatten(0, 1)
-            weights, chosen = self.gate(rows).softmax(-1).topk(TOP, dim=-1)
-            experts, order = chosen.flatten().sort()
-            tokens, ends = order // TOP, by_histogram(experts, chosen)
-            hidden = F.gelu(sw.shard(F.grouped_mm, strategy)(rows[tokens], self.up, offs=ends))
-            results = F.grouped_mm(hidden, self.down, offs=ends) * weights.flatten()[order, None]
-            return self.back(results, order, tokens, rows).square().mean()
-
     torch.manual_seed(0)
-    module = Split(by_inverse)
+    module = Mixture(by_inverse, product=sw.shard(F.grouped_mm, strategy))
     plan = sw.plan(module, (batch(6),), 4, mesh=sw.Mesh(dp=2, ep=2), layouts={"args[0]": "[6@dp, 3, 8]"})
     prove(module, (batch(6),), plan, steps=2)
 

@@ -82,9 +82,7 @@ def on_ranks(folder: str, scripts: dict[str, Script]) -> dict[str, Any]:
     for refused in ({"auto_find_batch_size": True}, {"bf16_full_eval": True}, {"neftune_noise_alpha": 5.0}):
         with raises(sw.ShardwiseError, next(iter(refused))):
             LLAMA.made(ShardwiseTrainer, folder, refused)
-    is_first = dist.is_initialized() and dist.get_rank() == 0
-    told = ["unknown mode", "'nonsense'", *([] if is_first else ["planning failed on rank 0"])]
-    with raises(sw.ShardwiseError, told):
+    with raises(sw.ShardwiseError, "unknown mode", "'nonsense'"):
         LLAMA.made(ShardwiseTrainer, folder, plan_settings={"mode": "nonsense"}).train()
     for name, script in scripts.items():
         trainer = script.made(ShardwiseTrainer, Path(folder) / name, plan_settings=script.plan)

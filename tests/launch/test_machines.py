@@ -128,9 +128,8 @@ if generation == 0:
     assert "generation 1 has 2 of 2 processes of the last one" in machines.said(0)
 
 
-@pytest.mark.parametrize("lost", [0, 1, pytest.param(2, marks=pytest.mark.long)])
-def test_the_others_go_on_without_a_machine_and_take_it_back(start: Start, tmp_path: Path, lost: int) -> None:
-    body = """
+# One machine is lost in generation 0, and comes back in generation 1.
+RETURN = """
 step(10 * generation)
 if generation == 0:
     hang()
@@ -140,7 +139,11 @@ if generation == 1:
     step(10 * generation + 1)
     hang()
 """
-    machines = start(body, machines=3, ranks=1, settings="min_ranks=2")
+
+
+@pytest.mark.parametrize("lost", [0, 1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_others_go_on_without_a_machine_and_take_it_back(start: Start, tmp_path: Path, lost: int) -> None:
+    machines = start(RETURN, machines=3, ranks=1, settings="min_ranks=2")
     wait_until(lambda: len(list(tmp_path.glob("step0-*"))) == 3)
     first = pids(tmp_path, 0)
     machines.lose(lost)
@@ -173,16 +176,7 @@ def test_a_machine_that_stands_by_takes_the_place_of_a_lost_one(start: Start, tm
 
 def test_a_silent_machine_is_lost_and_comes_again(start: Start, tmp_path: Path) -> None:
     """Where its launcher is stopped, its connections stay open. When it wakes up it must not lead a job of its own."""
-    body = """
-step(10 * generation)
-if generation == 0:
-    hang()
-if generation == 1:
-    wait_for("back", 1)
-    step(10 * generation + 1)
-    hang()
-"""
-    machines = start(body, ranks=1, settings="min_ranks=1, silent_seconds=4")
+    machines = start(RETURN, ranks=1, settings="min_ranks=1, silent_seconds=4")
     wait_until(lambda: len(list(tmp_path.glob("step0-*"))) == 2)
     machines.running[1].send_signal(signal.SIGSTOP)
     wait_until(lambda: list(tmp_path.glob("step10-*")))
@@ -196,16 +190,7 @@ if generation == 1:
 
 
 def test_a_leading_launcher_that_was_stopped_does_not_train_beside_the_others(start: Start, tmp_path: Path) -> None:
-    body = """
-step(10 * generation)
-if generation == 0:
-    hang()
-if generation == 1:
-    wait_for("back", 1)
-    step(10 * generation + 1)
-    hang()
-"""
-    machines = start(body, machines=3, ranks=1, settings="min_ranks=1, silent_seconds=4")
+    machines = start(RETURN, machines=3, ranks=1, settings="min_ranks=1, silent_seconds=4")
     wait_until(lambda: len(list(tmp_path.glob("step0-*"))) == 3)
     machines.running[0].send_signal(signal.SIGSTOP)
     wait_until(lambda: len(list(tmp_path.glob("step10-*"))) == 2)

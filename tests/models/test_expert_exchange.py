@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import shardwise as sw
 from models.breadth import tiny_of
-from models.expert_models import WIDTH, Batched
+from models.expert_models import WIDTH, Batched, by_two_experts
 from models.zoo_transformers import mixtral
 from raising import raises
 from shardwise.graph.capture import capture
@@ -99,20 +98,8 @@ class Routed(nn.Module):
         self.mix = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        rows, experts = self.mix(x).flatten(0, 1), chosen.flatten()
-        expert, order = experts.sort(stable=True)
-        ends = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
-        hidden = F.gelu(grouped(rows[order // 2], self.up, ends))
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        return (grouped(hidden, self.down, ends)[back].unflatten(0, (-1, 2)).sum(1) - rows).square().mean()
-
-
-def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """torch's grouped product; where nothing is captured, of float64 too."""
-    if torch.compiler.is_exporting():
-        return sw.shard(F.grouped_mm, "K@ep")(rows, weight, offs=ends)
-    bounds = [0, *ends.tolist()]
-    return torch.cat([rows[a:b] @ w for a, b, w in zip(bounds[:-1], bounds[1:], weight, strict=True)])
+        rows = self.mix(x).flatten(0, 1)
+        return (by_two_experts(rows, chosen, self.up, self.down, "K@ep").sum(1) - rows).square().mean()
 
 
 ROUTINGS: dict[str, Callable[[int], tuple[int, int]]] = {
@@ -236,11 +223,8 @@ class Block(Routed):
     def forward(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
         assert chosen is None
         rows = self.mix(x).flatten(0, 1)
-        expert, order = rows[:, :4].topk(2).indices.flatten().sort(stable=True)
-        ends = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
-        hidden = F.gelu(grouped(rows[order // 2], self.up, ends))
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        return x + grouped(hidden, self.down, ends)[back].unflatten(0, (-1, 2)).sum(1).view_as(x)
+        chosen = rows[:, :4].topk(2).indices
+        return x + by_two_experts(rows, chosen, self.up, self.down, "K@ep").sum(1).view_as(x)
 
 
 class Blocks(nn.Module):

@@ -26,6 +26,7 @@ from models.expert_models import (
     Loop,
     Modules,
     Stack,
+    by_two_experts,
     eager_experts,
     experts_with_sinks,
 )  # fmt: skip
@@ -79,20 +80,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         rows = x.flatten(0, 1)
         gates, chosen = self.router(rows).softmax(-1).topk(2)
-        expert, order = chosen.flatten().sort(stable=True)
-        ends = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
-        hidden = F.gelu(grouped(rows[order // 2], self.up, ends))
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        mixed = grouped(hidden, self.down, ends)[back].unflatten(0, (-1, 2))
+        mixed = by_two_experts(rows, chosen, self.up, self.down, "e@ep")
         return (((mixed * gates.unsqueeze(-1)).sum(1) - rows).square().mean(),)
-
-
-def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """torch's grouped product; where nothing is captured, of float64 too."""
-    if torch.compiler.is_exporting():
-        return sw.shard(F.grouped_mm, "e@ep")(rows, weight, offs=ends)
-    bounds = [0, *ends.tolist()]
-    return torch.cat([rows[a:b] @ w for a, b, w in zip(bounds[:-1], bounds[1:], weight, strict=True)])
 
 
 class Dropped(nn.Module):

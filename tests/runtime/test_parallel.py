@@ -153,7 +153,7 @@ def test_what_ranks_refuse(run_ranks: RunRanks) -> None:
         assert "made for i64" in messages[6]
         assert "has 1 dims [8]; the plan was made for [8, 8]" in messages[7]
         assert "returns no loss" in messages[8]
-    assert "rank 1 could not load its plan" in first[4]
+    assert "rank 1: cannot read the plan" in first[4]
     assert "cannot read the plan /nowhere/plan.json" in second[4]
 
 

@@ -127,10 +127,15 @@ def test_a_machine_that_is_back_behind_a_cut_takes_part_again() -> None:
 
 
 @pytest.mark.parametrize("seconds", [9.0, 27.0])
-def test_a_next_head_that_is_cut_off_as_the_head_is_killed_does_not_train_beside_the_others(seconds: float) -> None:
+@pytest.mark.parametrize(("node", "heirs"), [(1, coordinator._NUM_HEIRS), (7, 3)], ids=["next head", "never leads"])
+def test_a_machine_that_is_cut_off_as_the_head_is_killed_does_not_train_beside_the_others_and_takes_part_again(
+    seconds: float, node: int, heirs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "_NUM_HEIRS", heirs)
+
     def fault(run: SimulatedJob) -> None:
         run.end_machine(0, by_power=False)
-        run.divide([1])
+        run.divide([node])
         run.simulation.at(run.simulation.now + seconds, run.unite)
 
     run = simulated(fault, Setting(8, 2, min_ranks=2, num_steps=60))
@@ -144,21 +149,6 @@ def test_launchers_that_have_ended_count_for_no_side_of_a_network_that_may_be_di
 
     for machines, code in ((4, 0), (3, 1)):  # left are 2 of 3, and 1 of 2
         assert set(simulated(fault, Setting(machines, 2, min_ranks=2, num_steps=30)).codes()) == {code}
-
-
-@pytest.mark.parametrize("seconds", [9.0, 27.0])
-def test_a_machine_that_never_leads_and_is_cut_off_as_the_head_is_killed_takes_part_again(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(coordinator, "_NUM_HEIRS", 3)
-
-    def fault(run: SimulatedJob) -> None:
-        run.end_machine(0, by_power=False)
-        run.divide([7])
-        run.simulation.at(run.simulation.now + seconds, run.unite)
-
-    run = simulated(fault, Setting(8, 2, min_ranks=2, num_steps=60))
-    assert run.codes() == [0] * 7
 
 
 def test_a_switch_that_takes_the_head_and_the_next_seven_costs_less_than_half_a_minute() -> None:

@@ -90,38 +90,22 @@ def explanation_data(
                 for trial in answer.considered
             ],
         }
-    return {
-        "name": answer.name,
-        "kind": answer.kind,
-        "alone": answer.alone,
-        "decided_by": answer.decided_by or None,
-        "favour_seconds": answer.favour,
-        "tie": answer.tie or None,
-        "alternatives": [
-            {
-                "choice": alternative.choice,
-                "chosen": alternative.chosen,
-                "step_at_least_seconds": alternative.step_seconds,
-                "here_seconds": alternative.seconds,
-                "bytes": alternative.num_bytes,
-                "terms": [
-                    {
-                        "neighbour": term.neighbour or None,
-                        "exposed_seconds": term.exposed,
-                        "compute_seconds": term.compute,
-                        "traffic_seconds": term.traffic,
-                        "bytes": term.num_bytes,
-                        "messages": [
-                            {"bytes" if key == "num_bytes" else key: value for key, value in asdict(message).items()}
-                            for message in term.messages
-                        ],
-                    }
-                    for term in alternative.terms
-                ],
-            }
-            for alternative in answer.alternatives
-        ],
-    }
+    data: dict[str, Any] = _renamed(asdict(answer))
+    for entry, alternative in zip(data["alternatives"], answer.alternatives, strict=True):
+        entry |= {"here_seconds": alternative.seconds, "bytes": alternative.num_bytes}
+    return data
+
+
+_NAMES = {"step_seconds": "step_at_least_seconds", "favour": "favour_seconds", "num_bytes": "bytes"}
+_PRICES = ("exposed", "compute", "traffic")
+
+
+def _renamed(data: Any) -> Any:
+    """Return the fields of an explanation under the names of the schema; empty texts become null."""
+    if isinstance(data, dict):
+        names = _NAMES | {name: f"{name}_seconds" for name in _PRICES}
+        return {names.get(name, name): _renamed(value) for name, value in data.items()}
+    return [_renamed(item) for item in data] if isinstance(data, (list, tuple)) else None if data == "" else data
 
 
 def _planned(trial: MicroBatchOutcome | SettingOutcome) -> dict[str, Any]:
@@ -146,10 +130,10 @@ def ranking_data(ranking: PlanRanking | PipelineRanking) -> dict[str, Any]:
         "exact": ranking.exact,
         "plans": [
             {
-                "additive_price_seconds": plan.prediction.passes * plan.prediction.additive_price,
-                "compute_seconds": plan.prediction.passes * plan.prediction.compute,
-                "exposed_seconds": plan.prediction.passes * plan.prediction.exposed,
-                "traffic_seconds": plan.prediction.passes * plan.prediction.traffic,
+                **{
+                    f"{name}_seconds": plan.prediction.passes * getattr(plan.prediction, name)
+                    for name in ("additive_price", *_PRICES)
+                },
                 "bytes": plan.prediction.num_bytes,
                 "changes": [change._asdict() for change in plan.changed],
             }

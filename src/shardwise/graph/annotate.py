@@ -237,12 +237,7 @@ def _checked(strategy: Any, role: str, name: str, source: str) -> Strategy:
                 f"has {counts!r} for tensor {position}", "pass one tuple of split counts per tensor, () for a scalar"
             )
         for dim, count in enumerate(counts):
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise fail(
-                    f"has split count {count!r} for dim {dim} of tensor {position}", "use whole numbers as split counts"
-                )
-            if count < 1:
-                raise fail(
-                    f"has split count {count} for dim {dim} of tensor {position}", "write 1 for a dim that is not split"
-                )
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                what = f"has split count {count!r} for dim {dim} of tensor {position}"
+                raise fail(what, "use whole numbers, 1 for a dim that is not split")
     return cast(Strategy, _tuples(strategy))

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, listed
 from shardwise.graph.code_reachability import ReachableCode, names_in_methods
-from shardwise.graph.looking import attribute, item_of, items_of, nested_code, shown_first, size_of, text_of
+from shardwise.graph.looking import attribute, item_of, items_of, nested_code, size_of, text_of
 from shardwise.graph.module_state import MOST_ITEMS, OF_TORCH, content_of, item_key
 from shardwise.graph.origins import is_class_of_models, is_module_of_models
 from shardwise.graph.trees import constant_key, is_constant, is_plain_tensor
@@ -126,7 +126,7 @@ class _GuardReader:
             one_sided += [where for where in alone if not where.startswith(whole)]
         both = [where for where, key in self.leaves.items() if after.leaves.get(where, key) != key]
         names = dict.fromkeys([*both, *one_sided])
-        return shown_first([f"{p} ({self.texts.get(p, 'none')} -> {after.texts.get(p, 'none')})" for p in names])
+        return listed([f"{p} ({self.texts.get(p, 'none')} -> {after.texts.get(p, 'none')})" for p in names])
 
     # -- places --------------------------------------------------------------------------------------------------------
 

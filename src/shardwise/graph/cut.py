@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError, listed, problem
 from shardwise.graph.ir import Graph, Op, Ref, Source, refs
 from shardwise.graph.schema import is_random
 
@@ -93,8 +93,7 @@ def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
             part_of[name] = number
     missing = [op.name for op in graph.ops if op.name not in part_of]
     if missing:
-        shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
-        what = f"{len(missing)} of {len(graph.ops)} operators belong to no part: {shown}"
+        what = f"{len(missing)} of {len(graph.ops)} operators belong to no part: {listed(missing)}"
         raise PlanError(what, fix="put every operator into one part")
     cutter = _Cutter(graph, part_of, len(parts))
     graphs = cutter.parts()
@@ -102,7 +101,7 @@ def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
         if not part.ops:
             raise PlanError(
                 f"part {number} of {len(parts)} has only operators that other parts repeat: "
-                f"{', '.join(parts[number][:4])} depend on no input and no parameter",
+                f"{listed(parts[number])} depend on no input and no parameter",
                 fix="cut at fewer or other operators",
             )
     return GraphCut(graphs, cutter.crossings, tuple(cutter.output_part.items()))

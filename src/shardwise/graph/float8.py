@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.errors import CaptureWarning, ShardwiseError, warn_user
+from shardwise.errors import CaptureWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value
 from shardwise.graph.operator_library import LIBRARY, composite
@@ -176,7 +176,7 @@ def round_products(graph: Graph, products: str | None) -> Graph:
     parameters = {source.value for source in graph.sources if source.kind == "parameter"}
     why = {name: _unfit(graph.by_name[weight]) for name, weight in weights.items() if weight in parameters}
     stays = [*dict.fromkeys(f"{graph.op_by_name[name].module} ({text})" for name, text in why.items() if text)]
-    shown = "; ".join(stays[:3]) + (f"; and {len(stays) - 3} more" if len(stays) > 3 else "")
+    shown = listed(stays, "; ")
     if all(why.values()):
         what = f"products={products!r} changes nothing: {shown or 'the model has no linear layer'}"
         raise ShardwiseError(what, fix=f"compute=torch.bfloat16, and sizes that are multiples of {MULTIPLE}")

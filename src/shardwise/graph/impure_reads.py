@@ -34,10 +34,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import CaptureError, CaptureWarning, warn_user
+from shardwise.errors import CaptureError, CaptureWarning, listed, warn_user
 from shardwise.garbage_collector import without_gc
 from shardwise.graph.code_reachability import ReachableCode
-from shardwise.graph.looking import shown_first
 from shardwise.graph.origins import INSTALLED, NOT_USER_CODE, STANDARD_LIBRARY, is_standard
 from shardwise.graph.user_lines import Watching, watch_changes
 
@@ -187,7 +186,7 @@ def other_answers(answered: set[ImpureRead]) -> Iterator[None]:
 
 def _described(reads: Sequence[ImpureRead]) -> str:
     """Format reads as ``the clock (time.time), model.py:41; a file, model.py:43``."""
-    return shown_first([f"{read.what}, {read.line}" for read in reads], "; ")
+    return listed([f"{read.what}, {read.line}" for read in reads], "; ")
 
 
 def reads_of(code: ReachableCode, run: Callable[[Watching], object]) -> tuple[ImpureRead, ...]:

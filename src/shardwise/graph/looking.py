@@ -4,7 +4,7 @@ whatever their classes override (an ``Irrep`` of e3nn is a tuple whose length ra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -50,11 +50,6 @@ def closure_of(function: FunctionType) -> dict[str, Any]:
         with suppress(ValueError):  # an empty cell
             closure[name] = cell.cell_contents
     return closure
-
-
-def shown_first(texts: Sequence[str], separator: str = ", ") -> str:
-    """Join the first three texts, and say how many there are more."""
-    return separator.join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
 def text_of(value: object) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from shardwise.errors import ShardwiseError, listed
 from shardwise.graph.ir import Graph, Op, Ref, Source, needed_for
+from shardwise.graph.trees import bytes_of
 
 LOSS = "loss"  # names the loss of a module that returns nothing else
 
@@ -44,7 +45,7 @@ def with_terms(
         for value, name in _matched(graph, pattern, outputs):
             _check_term(graph, value, name)
             terms.setdefault(value, name)
-    digests = {name: hashlib.sha256(_bytes_of(data)).hexdigest() for name, data in constants.items()}
+    digests = {name: hashlib.sha256(bytes_of(data)).hexdigest() for name, data in constants.items()}
     sources = tuple(replace(source, digest=digests.get(source.value, "")) for source in graph.sources)
     marked = replace(graph, terms=tuple(terms.items()), sources=sources)
     rest, _ = cut_terms(marked)
@@ -53,10 +54,6 @@ def with_terms(
             others = listed([other for other in terms.values() if other != name])
             raise ShardwiseError(f"per_micro_batch: {name} is a part of {others}", fix=f"leave {name} out")
     return marked
-
-
-def _bytes_of(data: torch.Tensor) -> bytes:
-    return bytes(data.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _matched(graph: Graph, pattern: str, outputs: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.errors import listed
 from shardwise.graph.ir import Graph, Ref, needed_for, refs
 from shardwise.graph.looking import (
     attribute,
@@ -33,13 +34,12 @@ from shardwise.graph.looking import (
     function_of,
     items_of,
     nested_code,
-    shown_first,
     size_of,
     text_of,
 )
 from shardwise.graph.origins import is_class_of_models, is_module_of_models, is_of_models
 from shardwise.graph.schema import is_random
-from shardwise.graph.trees import argument_key, constant_key, is_constant
+from shardwise.graph.trees import argument_key, bytes_of, constant_key, is_constant
 
 BETWEEN_CALLS = "between two calls"  # the tag of the mark that divides a trace of two calls
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -73,7 +73,7 @@ class StateSnapshot:
     def described(self, places: Iterable[str], after: StateSnapshot) -> str:
         """Describe changes, as in ``calls (0 -> 1), cache (None -> a tensor)``."""
         gone = "nothing"
-        return shown_first([f"{p} ({self.texts.get(p, gone)} -> {after.texts.get(p, gone)})" for p in places])
+        return listed([f"{p} ({self.texts.get(p, gone)} -> {after.texts.get(p, gone)})" for p in places])
 
     def without_tensors(self, places: Iterable[str], after: StateSnapshot) -> tuple[str, ...]:
         """Return the locations that hold no tensor afterwards."""
@@ -334,5 +334,4 @@ def _numbers(graph: Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, i
 
 def content_of(data: torch.Tensor) -> object:
     """Return a key of the numbers in a tensor."""
-    flat = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return data.dtype, tuple(data.shape), flat.numpy().tobytes()
+    return data.dtype, tuple(data.shape), bytes_of(data)

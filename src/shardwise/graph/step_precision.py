@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from shardwise.errors import CaptureError, ShardwiseError
+from shardwise.errors import CaptureError, ShardwiseError, listed
 from shardwise.graph.autocast import Autocast, no_autocast
 from shardwise.graph.float8 import PRODUCTS
 from shardwise.graph.ir import Graph, Value
@@ -129,9 +129,8 @@ def check_real(module: nn.Module, precision: Precision) -> None:
     """Raise CaptureError if a precision is requested for complex parameters, which have none of these dtypes."""
     names = [name for name, tensor in module.named_parameters() if tensor.is_complex()]
     if names and not precision.is_models:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise CaptureError(
-            f"the parameter {names[0]}{more} is complex, and a Precision names real dtypes",
+            f"the parameter {listed(names, most=1)} is complex, and a Precision names real dtypes",
             fix="omit precision=, or keep the real and the imaginary part as parameters (torch.view_as_real)",
         )
 

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, ShardwiseError
+from shardwise.errors import CaptureError, ShardwiseError, listed
 from shardwise.graph.ir import Arg, Ref
 
 _BY_VALUE = (
@@ -140,15 +140,15 @@ def check_leaves(named: Iterable[tuple[str, Any]]) -> None:
     named = list(named)
     odd = [(name, x) for name, x in named if isinstance(x, torch.Tensor) and not is_plain_input(x)]
     if marked := [f"{name}.{mark}" for name, x in odd for mark in _marks(x) if is_plain_tensor(x)]:
-        what = f"{', '.join(marked[:4])}: a program ignores attributes set on a tensor"
+        what = f"{listed(marked)}: a program ignores attributes set on a tensor"
         raise CaptureError(what, fix="pass it as a separate argument")
     if odd:
-        shown = ", ".join(f"{name} is {_odd_tensor(tensor)}" for name, tensor in odd[:4])
+        shown = listed([f"{name} is {_odd_tensor(tensor)}" for name, tensor in odd])
         fix = "pass plain tensors: tensor.to_dense(), .dequantize(), .full_tensor(), or padded ones"
         raise CaptureError(f"{shown}: a plan splits plain tensors", fix=fix)
     unknown = [(name, leaf) for name, leaf in named if not isinstance(leaf, torch.Tensor) and not is_constant(leaf)]
     if unknown:
-        shown = ", ".join(f"{name} is a {type_name(leaf)}" for name, leaf in unknown[:4])
+        shown = listed([f"{name} is a {type_name(leaf)}" for name, leaf in unknown])
         raise CaptureError(f"{shown}: capture cannot look inside it", fix=_fix(unknown[0][1]))
 
 
@@ -167,7 +167,7 @@ def flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
         if not isinstance(leaf, (torch.Tensor, NotCarried)) and not is_constant(leaf)
     ]
     if unknown:
-        raise CaptureError(f"{', '.join(unknown[:4])}: its tensors cannot be returned", fix=f"return {_TENSORS}")
+        raise CaptureError(f"{listed(unknown)}: its tensors cannot be returned", fix=f"return {_TENSORS}")
     return leaves, spec
 
 
@@ -246,6 +246,11 @@ def storage_of(value: Any) -> int:
     while isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
     return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else -1
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the numbers of a tensor as they lie in memory."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def type_name(value: Any) -> str:

@@ -260,10 +260,11 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
     order = [*range(start), *moved, *(i for i in range(start, len(labels)) if i not in gone and i not in moved)]
     forward = tuple(program.forward[i] for i in order)
     merged = replace(program, forward=forward, aliases={**program.aliases, **names})
-    return _renamed(merged, names), [0 if i in moved else labels[i] for i in order]
+    return renamed(merged, names), [0 if i in moved else labels[i] for i in order]
 
 
-def _renamed(program: RankProgram, names: Mapping[str, str]) -> RankProgram:
+def renamed(program: RankProgram, names: Mapping[str, str]) -> RankProgram:
+    """Return the program in which values go by other names, those of equal values."""
     if not names:
         return program
 

@@ -116,10 +116,10 @@ def meet_all(what: str) -> None:
         sleep(max(_FIRST_PAUSE_SECONDS, _STORE_SECONDS * num_ranks))
 
 
-def from_rank_zero(compute: Callable[[], T]) -> T:
+def from_rank_zero(compute: Callable[[], T], what: str = "what it computes for all") -> T:
     """Run ``compute()`` on rank 0 and return its result on every rank; all ranks must call this. A ShardwiseError is
     raised on all of them, and one with the text of any other error on the others. It may take longer than the time-out
-    of collectives."""
+    of collectives. ``what``: names the result in the error of a rank that waits in vain."""
     outcome: T | ShardwiseError | None = None
     failure: Exception | None = None
     rank, num_ranks = rank_and_world_size()
@@ -133,7 +133,7 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
             failure = error
             outcome = ShardwiseError(f"rank 0: {type(error).__name__}: {error}")
     if num_ranks > 1:
-        meet_rank_zero("what it computes for all")
+        meet_rank_zero(what)
         box: list[Any] = [None]
         if rank == 0:
             try:

@@ -30,9 +30,9 @@ from shardwise.errors import warn_user
 from shardwise.graph.custom_operators import decomposed_dropout, dropout
 from shardwise.graph.ir import Ref
 from shardwise.graph.trees import storage_of
-from shardwise.programs.compile_regions import CompileRegion, SectionIndex, divide, kind_of
+from shardwise.programs.compile_regions import CompileRegion, SectionIndex, divide, kind_of, renamed
 from shardwise.programs.forms import Form
-from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, Origin, Part, with_operands
+from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, Origin, Part
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.agree import show_progress_once
 from shardwise.runtime.communicator import Communicator
@@ -169,23 +169,16 @@ class _Compiler:
         forms = dict(program.forms)
         placed = [self._placed(i, region, halves[i], forms) for i, region in enumerate(divided.regions)]
         self.names = {name: self._name(name) for name in self.names}  # without chains
-        forward = [self._instruction(item, [first for first, _ in placed]) for item in divided.forward]
-        backward = [self._instruction(item, [second for _, second in placed]) for item in divided.backward]
-        gradients = {source: self._name(name) for source, name in program.gradients.items()}
-        computed = {name for instruction in forward for name in instruction.results} | set(program.taken)
-        read = (name for instruction in backward for name in instruction.operands)
-        saved = tuple(name for name in dict.fromkeys((*read, *gradients.values())) if name in computed)
-        return replace(
-            program,
-            forward=tuple(forward),
-            backward=tuple(backward),
-            saved=saved,
-            delivered=tuple(map(self._name, program.delivered)),
-            mutations=tuple((buffer, self._name(value)) for buffer, value in program.mutations),
-            gradients=gradients,
-            aliases={name: self._name(other) for name, other in program.aliases.items()} | self.names,
-            forms=forms,
+        forward, backward = (
+            tuple(_instruction(item, [halves[i] for halves in placed]) for item in items)
+            for i, items in enumerate((divided.forward, divided.backward))
         )
+        program = renamed(replace(program, forward=forward, backward=backward, forms=forms), self.names)
+        computed = {name for instruction in program.forward for name in instruction.results} | set(program.taken)
+        read = (name for instruction in program.backward for name in instruction.operands)
+        saved = tuple(name for name in dict.fromkeys((*read, *program.gradients.values())) if name in computed)
+        aliases = {name: self._name(other) for name, other in program.aliases.items()} | self.names
+        return replace(program, saved=saved, aliases=aliases)
 
     def _is_kernel(self, instruction: Instruction) -> bool:
         """Return whether to compile it: no call with autograd inside, nothing on the host, no rows whose number changes
@@ -251,12 +244,12 @@ class _Compiler:
             sections.append(instructions)
         return sections[0], sections[1]
 
-    def _instruction(self, item: SectionIndex | Instruction, placed: Sequence[Sequence[Compute]]) -> Instruction:
-        if isinstance(item, SectionIndex):
-            return with_operands(placed[item.region][item.section], self.names)
-        instruction = with_operands(item, self.names)
-        # A section's result may be saved for backward under another name, so nothing is reduced in place.
-        return replace(instruction, overwrites=False) if isinstance(instruction, (Convert, Depart)) else instruction
+
+def _instruction(item: SectionIndex | Instruction, placed: Sequence[Sequence[Compute]]) -> Instruction:
+    if isinstance(item, SectionIndex):
+        return placed[item.region][item.section]
+    # A section's result may be saved for backward under another name, so nothing is reduced in place.
+    return replace(item, overwrites=False) if isinstance(item, (Convert, Depart)) else item
 
 
 def _numbered(prefix: str, names: Sequence[str]) -> list[str]:

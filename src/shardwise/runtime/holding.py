@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, warn_user
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, one_per_line, warn_user
 from shardwise.graph.module_checks import check_memory
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.boxes import boxes
@@ -245,5 +245,4 @@ def _check_module(module: torch.nn.Module, plan: Plan) -> None:
         if present != planned:
             faults.append(f"{name} is {present} in the module and {planned} in the plan")
     if faults:
-        more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
-        raise PlanError("\n".join(["the plan is for another model:", *(f"  {f}" for f in faults[:8]), *more]))
+        raise PlanError(one_per_line("the plan is for another model", faults))

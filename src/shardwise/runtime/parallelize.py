@@ -16,13 +16,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_ranges
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import SCHEDULES, schedule_of
-from shardwise.runtime.agree import (
-    from_rank_zero,
-    gather_values,
-    meet_rank_zero,
-    rank_and_world_size,
-    show_progress_once,
-)
+from shardwise.runtime.agree import from_rank_zero, raise_first, rank_and_world_size, show_progress_once
 from shardwise.runtime.communicator import rank_device
 from shardwise.runtime.cpu_embedding import matching_parameters
 from shardwise.runtime.cuda_graphs import check_graphs
@@ -199,33 +193,20 @@ def _check_ranks(plan: Plan, size: int, compile: Compile | None) -> bool:
 
 def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
     """Return rank 0's plan on every rank. Raises LaunchError if another rank has a different one, or rank 0 none."""
-    failure: ShardwiseError | None = None
-    agreed: Plan | None = None
+
+    def given() -> Plan:
+        if plan is None:
+            raise LaunchError("rank 0 has no plan", fix="make or load the plan on rank 0; other ranks may pass None")
+        return Plan.load(plan) if isinstance(plan, str | Path) else plan
+
+    agreed, (rank, _) = from_rank_zero(given, "its plan"), rank_and_world_size()
+    fault: ShardwiseError | None = None
     try:
-        agreed = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        if rank and plan is not None and (own := given()).digest != agreed.digest:
+            what = f"the plan: rank 0 has {agreed.digest[:12]}, rank {rank} has {own.digest[:12]}"
+            fix = "plan on rank 0 and pass None elsewhere, or load the same file on every rank"
+            raise LaunchError(f"ranks disagree on {what}", fix=fix)
     except ShardwiseError as error:
-        failure = error
-    rank, size = rank_and_world_size()
-    if size > 1:
-        meet_rank_zero("its plan")
-    states = gather_values(agreed.digest if agreed else ("failed" if failure else None))
-    if failure is not None:
-        raise failure
-    broken = [i for i, state in enumerate(states) if state == "failed"]
-    if broken:
-        raise LaunchError(f"rank {', '.join(map(str, broken))} could not load its plan")
-    if (first := states[0]) is None:
-        raise LaunchError("rank 0 has no plan", fix="make or load the plan on rank 0; other ranks may pass None")
-    others = [i for i, state in enumerate(states) if state not in (None, states[0])]
-    if others:
-        shown = ", ".join(f"rank {i} has {(states[i] or '')[:12]}" for i in others[:4])
-        what = f"ranks disagree on the plan: rank 0 has {first[:12]}, {shown}"
-        raise LaunchError(what, fix="plan on rank 0 and pass None elsewhere, or load the same file on every rank")
-    if None in states:
-        box = [agreed.to_json() if rank == 0 and agreed else None]
-        dist.broadcast_object_list(box, src=0)
-        received = Plan.from_json(str(box[0]), name="the plan of rank 0")
-        agreed = agreed or received
-    assert agreed is not None, "a plan is known on every rank by now"
-    assert agreed.digest == states[0], "the broadcast changed the plan"
+        fault = error
+    raise_first(LaunchError, fault)
     return agreed

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwise.errors import LaunchError, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.trees import constant_key, is_constant
 from shardwise.layouts.text import format_dtype
-from shardwise.runtime.agree import gather_objects
+from shardwise.runtime.agree import gather_objects, raise_first
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.hooks import watch_optimizers
 from shardwise.runtime.signatures import ParamFlags
@@ -140,16 +140,10 @@ def check_initial_values(
 ) -> None:
     """Raise ShardwiseError on all ranks if one has a ``fault`` (the others name it). Raise LaunchError if the whole
     initial values (name -> fingerprint) or the seed differ between ranks."""
-    message = None if fault is None else str(fault).split("\n", 1)[0]
-    everywhere = gather_objects((dict(prints), message, seed), ranks, device, "the comparison of initial values")
-    if fault is not None:
-        raise fault
-    failed = [(rank, message) for rank, (_, message, _) in enumerate(everywhere) if message is not None]
-    if failed:
-        more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        raise LaunchError(f"rank {failed[0][0]} could not shard its module{more}: {failed[0][1]}")
-    first, _, seed_of_first = everywhere[0]
-    for rank, (other, _, its) in enumerate(everywhere):
+    raise_first(LaunchError, fault)
+    everywhere = gather_objects((dict(prints), seed), ranks, device, "the comparison of initial values")
+    first, seed_of_first = everywhere[0]
+    for rank, (other, its) in enumerate(everywhere):
         if its != seed_of_first:
             what = f"ranks draw from different seeds: seed={seed_of_first} on rank 0 and seed={its} on rank {rank}"
             raise LaunchError(what, fix="pass the same seed= to sw.parallelize on every rank")

@@ -23,6 +23,7 @@ from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.agree import gather_values
 from shardwise.runtime.initial.materialize import stable_seed
+from shardwise.runtime.stage import with_samples_in
 from shardwise.train.parts import random_states, set_random_states, splits_in
 
 Rows = tuple[int, int]  # [start, stop) of a batch
@@ -345,10 +346,7 @@ class _BatchParts:
         if local:
             split = splits[local[0]]
             self.position, self.layouts = split.device_number, split.plan.input_layouts
-            samples = next((entry.shape[0] for entry in split.plan.inputs if entry.shape), None)
-            self.with_samples = frozenset(
-                entry.name for entry in split.plan.inputs if entry.shape and entry.shape[0] == samples
-            )
+            self.with_samples = with_samples_in(split.plan)
 
     def rows(self, num_samples: int) -> Rows:
         """Return the range of a batch's samples that this rank needs for any input."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed
+from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed, one_per_line
 from shardwise.layouts.text import format_dtype
 from shardwise.runtime.agree import from_rank_zero, gather_values, raise_first, rank_and_world_size, show_progress_once
 from shardwise.runtime.cpu_optimizer import with_states_on_host
@@ -174,8 +174,7 @@ def _unowned(load: _Load | None) -> tuple[list[str], list[str]]:
 
 
 def _another(path: Folder, faults: Sequence[str]) -> ShardwiseError:
-    more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
-    return ShardwiseError("\n".join([f"{path} is of another model:", *(f"  {fault}" for fault in faults[:8]), *more]))
+    return ShardwiseError(one_per_line(f"{path} is of another model", faults))
 
 
 def _candidates(path: Folder, not_after: int | None) -> tuple[list[str], bool]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import ShardwiseError
+from shardwise.graph.trees import bytes_of
 from shardwise.untrusted_text import MAX_NUMBER, shorten_repr
 
 DTYPES: dict[str, torch.dtype] = {
@@ -109,10 +110,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _text(content: bytes) -> str:

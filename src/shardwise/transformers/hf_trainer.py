@@ -28,7 +28,7 @@ from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.graph.step_precision import Precision
 from shardwise.plans.plan import Plan
 from shardwise.plans.result import PlanningResult
-from shardwise.runtime.agree import gather_values, meet_rank_zero, rank_and_world_size
+from shardwise.runtime.agree import from_rank_zero, rank_and_world_size
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.parallelize import parallelize
 from shardwise.train.checkpoints import save_checkpoint
@@ -157,7 +157,7 @@ class ShardwiseTrainer(transformers.Trainer):
         assert isinstance(model, torch.nn.Module), "the Trainer has a model by now"
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         with same_random_numbers():
-            plan = self._plan or self._plan_on_rank_zero(model, loader)
+            plan = self._plan or from_rank_zero(lambda: self._make_plan(model, loader))
             settings = {
                 "seed": self.args.seed,
                 "weights": self._weights,
@@ -178,27 +178,9 @@ class ShardwiseTrainer(transformers.Trainer):
             for group in self.optimizer.param_groups:
                 group["params"] = [parts[names[id(parameter)]] for parameter in group["params"]]
 
-    def _plan_on_rank_zero(self, model: torch.nn.Module, loader: DataLoader[Any]) -> Plan | None:
-        """Return a plan on rank 0, and None on others, which wait for it. Errors are raised on every rank."""
-        rank, count = rank_and_world_size()
-        plan, fault = None, None
-        if rank == 0:
-            try:
-                plan = self._make_plan(model, loader, count)
-            except Exception as error:  # raised below, after telling the other ranks
-                fault = error
-        if count > 1:
-            meet_rank_zero("its plan")
-        faults = gather_values(None if fault is None else f"{type(fault).__name__}: {fault}")
-        if fault is not None:
-            raise fault
-        if faults[0] is not None:
-            raise ShardwiseError(f"planning failed on rank 0: {faults[0]}")
-        return plan
-
-    def _make_plan(self, model: torch.nn.Module, loader: DataLoader[Any], count: int) -> Plan:
+    def _make_plan(self, model: torch.nn.Module, loader: DataLoader[Any]) -> Plan:
         settings = {"optimizer": _OPTIMIZERS.get(OptimizerNames(self.args.optim), "adamw"), **self._plan_settings}
-        cluster: Cluster | int = settings.pop("cluster", count)
+        cluster: Cluster | int = settings.pop("cluster", rank_and_world_size()[1])
         if self._autocast is not None and self.args.device.type != "cpu":
             settings.setdefault("precision", Precision(compute=self._autocast))
             warnings.warn(
@@ -347,9 +329,8 @@ class ShardwiseTrainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         where = Path(output_dir) / CHECKPOINT
-        if rank_and_world_size()[0] == 0:
-            shutil.rmtree(where, ignore_errors=True)  # of an earlier run: the Trainer replaces checkpoints
-        gather_values(None)
+        # Of an earlier run: the Trainer replaces checkpoints.
+        on_rank_zero(where, lambda: shutil.rmtree(where, ignore_errors=True))
         assert self._parallel is not None, "a run that saves has a parallel model"
         step = self.state.global_step
         save_checkpoint(where, self._parallel, self._own_optimizer, step=step, schedulers=self._schedulers)

@@ -18,9 +18,9 @@ from accelerate.utils import DistributedType
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
+from shardwise.graph.trees import bytes_of
 from shardwise.launch.ranks import init_ranks
 from shardwise.runtime.agree import gather_values, rank_and_world_size
-from shardwise.train.values import bytes_of
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 

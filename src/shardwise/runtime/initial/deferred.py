@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from shardwise.dispatch_mode import DispatchMode
 from shardwise.errors import ShardwiseError
 from shardwise.graph.origins import calling_line
+from shardwise.graph.schema import written_arguments
 from shardwise.programs.forms import is_dense
 from shardwise.runtime.initial.partial_values import FILLS, Regions
 from shardwise.runtime.initial.replay import (
@@ -415,9 +416,5 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if not func._schema.is_mutable:
         return []
     values = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
-    changed = [
-        values.get(argument.name)
-        for argument in func._schema.arguments
-        if argument.alias_info and argument.alias_info.is_write
-    ]
+    changed = [values.get(name) for name in written_arguments(func)]
     return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardwise.errors import PlanWarning, ShardwiseError, listed, warn_user
+from shardwise.errors import PlanWarning, ShardwiseError, listed, one_per_line, warn_user
 from shardwise.layouts.boxes import Box
 from shardwise.layouts.text import format_dtype
 from shardwise.runtime.guards.registry import is_persistent, tensors_of
@@ -94,9 +94,7 @@ class WeightFiles:
             elif is_persistent(module, first):
                 self.missing.append(first)
         if faults:
-            more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
-            text = "\n".join([f"{self.path} has the weights of another model:", *(f"  {f}" for f in faults[:8]), *more])
-            raise ShardwiseError(text)
+            raise ShardwiseError(one_per_line(f"{self.path} has the weights of another model", faults))
         self.unexpected = sorted(self._files.keys() - used)
         empty = [name for name in self.missing if tensors[name].is_meta]
         if not self.stored_names or (empty and complete):
