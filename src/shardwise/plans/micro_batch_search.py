@@ -145,10 +145,18 @@ class Example:
         """Return the captured call. ``samples``: a batch size other than the example's."""
         if samples not in self._captures:
             args, kwargs = self.arguments if samples is None else with_samples(self.arguments, samples)
-            self._captures[samples] = capture(
-                self.module, args, kwargs, loss=self.loss, strategies=self.strategies, precision=self.precision,
-                heads=self.heads,
-            ).with_terms(self.per_micro_batch)  # fmt: skip
+            try:
+                captured = capture(
+                    self.module, args, kwargs, loss=self.loss, strategies=self.strategies, precision=self.precision,
+                    heads=self.heads,
+                )  # fmt: skip
+            except CaptureError as error:
+                if samples is None:
+                    raise
+                what = f"with a micro-batch of {samples} samples: {error.what}"
+                fix = "compute from the inputs alone: x.shape[0] for the number of samples, weights per sample as input"
+                raise CaptureError(what, op=error.op, source=error.source, fix=fix, facts=error.facts) from error
+            self._captures[samples] = captured.with_terms(self.per_micro_batch)
         return self._captures[samples]
 
     def graph(self, samples: int | None = None) -> Graph:
