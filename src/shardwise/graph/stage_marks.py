@@ -118,18 +118,27 @@ def _innermost(op: Op, marks: dict[str, int]) -> str | None:
 def with_stages(
     graph: Graph, stages: Sequence[Iterable[str]], sources: Sequence[Collection[str]] = ()
 ) -> list[list[str]]:
-    """Return the operators of every stage for a graph that may differ from the divided one (another size, evaluation).
-    An operator belongs to the first stage that names it; an unnamed one to the stage of the operator before it, or to
-    the next that holds what it reads. ``sources``: the names of parameters and buffers that every stage holds."""
+    """Return the operators of every stage for a graph that may differ from the divided one (another size, evaluation,
+    other inputs). An operator belongs to the first stage that names it; an unnamed one to the stage of the operator
+    before it, or to the next that holds what it reads. The names of operators outside submodules depend on how many
+    there are: such an operator is in no stage after that of a submodule's later one. ``sources``: the names of
+    parameters and buffers that every stage holds."""
     stage_of: dict[str, int] = {}
     for number, names in enumerate(stages):
         for name in names:
             stage_of.setdefault(name, number)
+    free = free_values(graph)
+    latest, latest_of = len(stages) - 1, dict[str, int]()
+    for op in reversed(graph.ops):
+        if op.module and op.name in stage_of and not free.issuperset(op.results):
+            latest = min(latest, stage_of[op.name])
+        latest_of[op.name] = latest
     parts: list[list[str]] = [[] for _ in stages]
     current = 0
     for op in graph.ops:
         read = [graph.source_of[name].names[0] for name in op.operands if name in graph.source_of]
         holding = [n for n, group in enumerate(sources) if n >= current and all(name in group for name in read)]
-        current = stage_of.get(op.name, holding[0] if read and holding else current)
+        found = stage_of.get(op.name, holding[0] if read and holding else current)
+        current = found if op.module else min(max(found, current), max(latest_of[op.name], current))
         parts[current].append(op.name)
     return parts

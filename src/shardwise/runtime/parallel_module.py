@@ -73,9 +73,7 @@ from shardwise.runtime.stage import (
     StageInputs,
     StageProgram,
     StageWorker,
-    samples_of,
     sharing_pipeline_ranks,
-    with_samples_in,
 )
 from shardwise.runtime.stage_faults import StageFaults
 from shardwise.runtime.tensor_table import OriginalModuleMonitor, TensorTable
@@ -455,8 +453,6 @@ class ParallelModule(ShardedModule):
         return self._latest, batch
 
     def _build_step(self, call: CallSpec) -> StageCall:
-        shapes = {name: tuple(x.shape) for name, x in named_tensors(*call.arguments).items()}
-        samples = samples_of(self.plan, shapes) if with_samples_in(self.plan) else 0
         captured = self._calls.captured(call)
         graph, micro_batch, is_pipeline = captured.graph, self.plan.micro_batch, self.plan.is_pipeline
         if graph.loss is None and not is_pipeline:
@@ -464,7 +460,8 @@ class ParallelModule(ShardedModule):
         if is_pipeline:
             graph = step_graph(graph)
         passes = Passes.single(graph)
-        divides = self.plan.micro_batches > 1 and batch_size(graph) != 1  # a last batch may be one sample
+        samples = batch_size(graph) or 0
+        divides = self.plan.micro_batches > 1 and samples != 1  # a last batch may be one sample
         if micro_batch is not None and divides and (samples > micro_batch or not is_pipeline):
 
             def alone(count: int) -> Graph:
@@ -546,7 +543,7 @@ class ParallelModule(ShardedModule):
         rank's parts of a ``batch``, or all of it (None)."""
         if check is not None:
             check.begin(tensors if batch is None else {}, self._state.tensors)
-        seed, split = self._seed_of_call(draws=ready.draws), with_samples_in(self.plan)
+        seed, split = self._seed_of_call(draws=ready.draws), ready.with_samples
         arrivals = Arrivals(self.device)
         if batch is not None and self._parts is not None:
             tensors = {name: arrivals.bring(tensor) for name, tensor in tensors.items()}

@@ -341,6 +341,10 @@ class LocalInputs:
             if (prints[leader], parts[leader][name]) == (fingerprint, parts[rank][name]):
                 continue
             layout = self.layouts.get(name)
+            if layout is None and self.layouts:
+                what = f'inputs="local": ranks {leader} and {rank} pass different {name}, which the plan does not have'
+                fix = f"pass the inputs as they were planned, {listed([*self.layouts])}, or plan with this one"
+                raise ShardwiseError(what, fix=fix)
             text = "whole" if layout is None else format_layout(layout)
             raise ShardwiseError(
                 f"ranks {leader} and {rank} pass different {name}, but the plan assigns both the same part of "

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from shardwise.costs.pipeline_simulation import Kind
 from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.graph.batch import batch_size
 from shardwise.graph.capture import Capture
 from shardwise.graph.ir import Graph, Ref
 from shardwise.plans.bind_stages import BoundStages, delivered_layouts
@@ -356,6 +357,13 @@ class StageCall:
     runs: Scheduled | MicroBatchesInTurn
     prelude: StageWorker | None = None
 
+    @cached_property
+    def with_samples(self) -> frozenset[str]:
+        """Return the names of the inputs that micro-batches split: those with as many rows as the batch has samples."""
+        graph = self.captured.graph
+        inputs = [source for source in graph.sources if source.kind == "input"]
+        return frozenset(s.names[0] for s in inputs if graph.by_name[s.value].shape[:1] == (batch_size(graph),))
+
     @property
     def bound(self) -> BoundStages:
         """Return the cut of the largest micro-batch."""
@@ -416,17 +424,6 @@ class MicroBatchesInTurn:
             losses.append(loss)
             self.worker.backward(micro_batch, "backward", ())
         return losses
-
-
-def samples_of(plan: Plan, rows: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of samples in a whole batch. ``rows``: full shapes of the inputs. Raises ShardwiseError if
-    inputs that have samples in the plan disagree on their number of rows."""
-    counts = {name: rows[name][0] for name in with_samples_in(plan) if name in rows}
-    if len(set(counts.values())) != 1:
-        listed = ", ".join(f"{name} {count}" for name, count in counts.items()) or "there is none"
-        what = f"par.step takes a whole batch, but its inputs have different numbers of samples: {listed}"
-        raise ShardwiseError(what, fix="pass the same number of rows of every input that has samples in the plan")
-    return next(iter(counts.values()))
 
 
 def with_samples_in(plan: Plan) -> frozenset[str]:

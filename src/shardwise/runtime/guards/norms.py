@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ShardwiseError
+from shardwise.runtime.communicator import rank_device
 from shardwise.runtime.cpu_embedding import device_of
-from shardwise.runtime.guards.registry import ShardRecord, records_of
+from shardwise.runtime.guards.registry import ShardRecord, are_over_ranks, records_of
 
 
 @torch.no_grad()
@@ -56,8 +57,8 @@ def clip_grad_norm(
     total = total_norm(
         gradients,
         norm_type,
-        device=device_of(listed),
-        across_ranks=any(place is not None and place.is_shard for place in places),
+        device=device_of(listed) if listed else rank_device(),
+        across_ranks=are_over_ranks(places),
         error_if_nonfinite=error_if_nonfinite,
     )
     torch.nn.utils.clip_grads_with_norm_(listed, max_norm, total)
@@ -73,7 +74,7 @@ def total_norm(
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """Return the norm of tensors. Those with a record lie as its layout says; the others (None) must be whole and equal
-    on every rank, which is checked. ``across_ranks``: the same on every rank, true if any is a shard."""
+    on every rank, which is checked. ``across_ranks``: the same on every rank, true if any is a shard on any."""
     order = float(norm_type)
     if not order > 0:
         what = f"norms of sharded gradients need a positive order, got {norm_type!r}"

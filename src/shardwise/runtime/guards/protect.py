@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from shardwise.errors import ShardwiseError, listed
-from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.communicator import Communicator, rank_device
 from shardwise.runtime.cpu_embedding import device_of
 from shardwise.runtime.guards import dcp
 from shardwise.runtime.guards.elementwise_optimizers import before_step, parameters_of
@@ -40,6 +40,7 @@ from shardwise.runtime.guards.registry import (
     Owners,
     Patch,
     ShardRecord,
+    are_over_ranks,
     bind_wrapper,
     check_entries,
     held_parameters,
@@ -145,11 +146,10 @@ def _total_norm(
     """Replace torch's ``get_total_norm``, exact for shards."""
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     placed = _placed(listed)
-    if not any(record is not None and record.is_shard for _, record in placed):
+    if not are_over_ranks([record for _, record in placed]):
         return local(listed, norm_type, error_if_nonfinite, foreach)
-    return total_norm(
-        placed, norm_type, device=device_of(listed), across_ranks=True, error_if_nonfinite=error_if_nonfinite
-    )
+    device = device_of(listed) if listed else rank_device()
+    return total_norm(placed, norm_type, device=device, across_ranks=True, error_if_nonfinite=error_if_nonfinite)
 
 
 def _placed(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, ShardRecord | None]]:

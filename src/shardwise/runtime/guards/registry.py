@@ -8,7 +8,7 @@ module (``par.to(...)``) may hold new Parameter objects.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -80,6 +80,14 @@ _holders: WeakKeyDictionary[torch.nn.Module, Mapping[str, ShardRecord]] = WeakKe
 _whole: WeakKeyDictionary[torch.nn.Module, Mapping[str, ShardRecord]] = WeakKeyDictionary()  # the others
 # Modules of which this rank holds some stages -> all ranks that hold a stage.
 _everyone: WeakKeyDictionary[torch.nn.Module, Communicator] = WeakKeyDictionary()
+
+
+def are_over_ranks(records: Sequence[ShardRecord | None]) -> bool:
+    """Return whether ranks hold different parts of the tensors with these records, or different ones of them: of some
+    parameters of a model in stages, a rank may hold none."""
+    if any(record is not None and record.is_shard for record in records):
+        return True
+    return bool(_everyone) and None not in records
 
 
 def shard_records(
