@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import combinations, pairwise
 from math import inf
 from typing import Any
@@ -18,15 +17,25 @@ from search.deep_model import VOCABULARY, Deep
 from shardwise.graph.capture import capture
 from shardwise.layouts.routes import Floats
 from shardwise.planning import execute
-from shardwise.plans import auto_stages, stage_planner
+from shardwise.plans import auto_stages, stage_estimator, stage_planner
 from shardwise.plans.auto_stages import AutoStagesReport, StageConfig
 from shardwise.plans.micro_batch_search import Example
 from shardwise.plans.request import PlanRequest
-from shardwise.plans.stage_estimator import ESTIMATED_POLICIES, BlockSpans, MeshOption, ParetoFront, StageEstimator
+from shardwise.plans.stage_estimator import (
+    ESTIMATED_POLICIES,
+    KEPT,
+    SECONDS,
+    STAYS,
+    TRANSIENT,
+    BlockSpans,
+    MeshOption,
+    ParetoFront,
+    StageEstimator,
+    _seconds_of_blocks,
+)
 from shardwise.search import fit_memory
 from shardwise.search.constants import ESTIMATED_MEMORY_SHARE
 from shardwise.search.cost_graph import BYTES
-from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.planner import Planner
 from shardwise.search.planning_cache import PlanningCache
@@ -34,6 +43,7 @@ from shardwise.search.stored_program import SearchConfig
 
 LAYERS, WIDTH = 8, 16
 BLOCKS = 6
+SIZES = (1, 1), (1, 2), (2, 2), (2, 4), (4, 4)  # numbers of stages and micro-batches
 
 
 def small_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +118,7 @@ def test_where_few_are_planned_the_promising_are_and_the_rest_is_said(monkeypatc
     model, batch = Deep(LAYERS, WIDTH), small_batch(8)
     monkeypatch.setattr(auto_stages, "MAX_PLANNED_SETTINGS", 2)
     with (
-        mock.patch.object(StageEstimator, "least", autospec=True, side_effect=StageEstimator.least) as bounds,
+        mock.patch.object(StageEstimator, "roughly", autospec=True, side_effect=StageEstimator.roughly) as bounds,
         mock.patch.object(StageEstimator, "seconds", autospec=True, side_effect=StageEstimator.seconds) as estimates,
     ):
         found = sw.plan(model, batch, 4, stages="auto")
@@ -122,12 +132,12 @@ def test_where_few_are_planned_the_promising_are_and_the_rest_is_said(monkeypatc
     assert sw.verify(model, batch, found).ok
 
 
-def fronts_of(num_devices: int, settings: SearchConfig) -> StageEstimator:
+def fronts_of(num_devices: int, settings: SearchConfig, **options: Any) -> StageEstimator:
     with torch.device("meta"):
         model, ids = Deep(12), torch.zeros(32, 256, dtype=torch.int64)
     graph = capture(model, (ids, ids)).graph
     cluster, mesh = sw.Cluster.load(f"h100-{num_devices // 8}x8"), sw.Mesh(dp=num_devices // 4, tp=4)
-    request = PlanRequest.of(model, (ids, ids), cluster, mesh=mesh)
+    request = PlanRequest.of(model, (ids, ids), cluster, **{"mesh": mesh, **options})
     return StageEstimator(graph, request, Example(model, (request.args, {})), settings)
 
 
@@ -136,9 +146,11 @@ def test_a_short_model_stands_for_a_long_one(num_devices: int) -> None:
     fronts = fronts_of(num_devices, SearchConfig(memory_bytes=1e15))
     assert len(fronts.short.ops) < len(fronts.whole.ops) / 2
     (mesh,) = fronts.request.meshes(fronts.cluster, by_price=True)
-    (search,), _ = Planner.of(fronts.whole, (), fronts.cluster, (mesh,), fronts.settings).searches()
-    whole = search.outcome.components  # which choices are mixed to hide messages depends on the depth
-    assert fronts.seconds(StageConfig(1, "", 32, 1)) == pytest.approx(step_seconds(whole), rel=0.05)
+    found = Planner.of(fronts.whole, (), fronts.cluster, (mesh,), fronts.settings).plan()
+    assert found.ranking is not None
+    step = found.ranking.best.step  # of 32 devices it is a fifth above the price: it waits for parameters
+    assert step is not None
+    assert fronts.seconds(StageConfig(1, "", 32, 1)) == pytest.approx(step.seconds, rel=0.05)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7])
@@ -166,6 +178,46 @@ def test_what_is_far_too_large_comes_last() -> None:
         assert (fronts_of(8, SearchConfig(memory_bytes=memory_bytes)).seconds(StageConfig(1, "", 32, 1)) < inf) is fits
 
 
+def test_a_search_stands_for_others_of_about_as_many_samples() -> None:
+    fronts = fronts_of(64, SearchConfig(memory_bytes=1e15), mesh=None)
+    settings = [StageConfig(stages, "1F1B" if stages > 1 else "", 32 // passes, passes) for stages, passes in SIZES]
+    first, *others = settings
+    assert fronts.roughly(first) == fronts.seconds(first), "nothing is known yet"
+    for setting in others:
+        rough = fronts.roughly(setting)
+        assert len(fronts.known) == 1, "nothing else was searched"
+        alone = fronts_of(64, SearchConfig(memory_bytes=1e15), mesh=None).seconds(setting)
+        assert 0.5 * alone <= rough <= 1.1 * alone
+
+
+@pytest.mark.parametrize("offload", ["auto", "none"])
+def test_what_waits_on_the_host_takes_no_memory(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of blocks may be copied while a stage computes. This model keeps none if it recomputes all."""
+    monkeypatch.setattr(stage_estimator, "MEMORY_POLICIES", (MemoryPolicy("cheap", "again", "all"),))
+    fronts, setting = fronts_of(8, SearchConfig(memory_bytes=1e15), offload=offload), StageConfig(1, "", 32, 1)
+    fronts.policies = (MemoryPolicy("cheap", "again"),)
+    free = fronts.seconds(setting)
+    (way,) = front.ways if (front := fronts.known[1, 32]) else []
+    stays, kept, transient = way.spans.held[0, 0, -1]
+    fronts.settings = SearchConfig(memory_bytes=(stays + transient + 0.5 * kept) / ESTIMATED_MEMORY_SHARE)
+    assert free <= fronts.seconds(setting) < inf if offload == "auto" else fronts.seconds(setting) == inf
+
+
+def test_what_nothing_hides_is_waited_for() -> None:
+    """Gathers begin with the work ahead of theirs, reductions with the work behind."""
+    forward, backward, sent = (np.array(parts)[:, None] for parts in ([1.0, 2.0], [3.0, 4.0], [0.0, 5.0]))
+    # Forward gathers from 0 to 5, as 1 is worked, and works from 5 to 7. Backward works from 7 to 11, and reduces from
+    # 11 to 16, as 3 is worked.
+    assert _seconds_of_blocks(forward, backward, sent, 1, is_again=False) == 16.0
+    # It gathers again from 7 to 12 and reduces from 16 to 21.
+    assert _seconds_of_blocks(forward, backward, sent, 1, is_again=True) == 21.0
+    # Of two blocks, forward works until 5 + 2 + max(1, 5) + 2 = 14, backward until 18, as the second block is reduced
+    # from 18 to 23, and from 21 to 25, and the first from 25 to 30.
+    assert _seconds_of_blocks(forward, backward, sent, 2, is_again=False) == 30.0
+    nothing = np.zeros_like(sent)
+    assert _seconds_of_blocks(forward, backward, nothing, 3, is_again=True) == 3 * 10.0
+
+
 @pytest.mark.parametrize("how", [None, "none"])
 def test_a_model_without_blocks_that_makes_nothing_again_is_estimated(how: Any) -> None:
     with torch.device("meta"):
@@ -180,41 +232,45 @@ def test_a_model_without_blocks_that_makes_nothing_again_is_estimated(how: Any) 
 
 def drawn_front(seed: int) -> tuple[ParetoFront, Floats]:
     """A front of four ways, two of which are made later, and the points of all. In each way what takes fewer bytes
-    takes more seconds; what is made later is slower."""
+    takes more seconds; what is made later is slower. The first two points are the fastest and the one of the fewest
+    bytes."""
     rng = np.random.default_rng(seed)
     ways, all_points = [], []
     for number in range(4):
-        free = rng.uniform(0.1, 2.0, (1, BLOCKS + 2, 5))
-        free[..., :3] += 0.5 * number
-        cheaper = free * rng.uniform([1.0, 1.0, 1.0, 0.3, 0.3], [2.0, 2.0, 2.0, 1.0, 1.0], (2, BLOCKS + 2, 5))
-        all_points.append(np.concatenate([free, cheaper]))
-        ways.append(MeshOption(BlockSpans.of(free), partial(all_points[-1].copy)))
-    slower = np.concatenate(all_points[2:])
-    slower[..., :3] = np.maximum(slower[..., :3], np.concatenate(all_points[:2]).max(axis=0)[..., :3])
-    later = [MeshOption(BlockSpans.of(own[:1]), partial(own.copy)) for own in np.split(slower, 2)]
-    return ParetoFront(ways[:2], lambda: later), np.concatenate([*all_points[:2], slower])
+        free = rng.uniform(0.1, 2.0, (1, BLOCKS + 2, 4))
+        free[..., SECONDS] += 0.5 * number
+        leanest = free * [2.0, 0.3, 0.3, 0.3]
+        cheaper = free * rng.uniform([1.0, 0.3, 0.3, 0.3], [2.0, 1.0, 1.0, 1.0], (2, BLOCKS + 2, 4))
+        all_points.append(np.concatenate([free, leanest, cheaper]))
+    for later in all_points[2:]:
+        later[..., SECONDS] = np.maximum(later[..., SECONDS], np.concatenate(all_points[:2])[..., SECONDS].max(axis=0))
+    for points in all_points:
+
+        def spans_of(taken: Any, samples: float, places: float, points: Floats = points) -> BlockSpans:
+            return BlockSpans.of(points[[number for (number,) in taken]])
+
+        ways.append(MeshOption([[0], [1]], lambda: [[2], [3]], spans_of))
+    return ParetoFront(ways[:2], lambda: ways[2:]), np.concatenate(all_points)
 
 
-@pytest.mark.parametrize("limit", [6.0, 9.0, 100.0])
+@pytest.mark.parametrize("limit", [7.0, 10.0, 100.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_cut_is_the_best_of_all(seed: int, limit: float) -> None:
     front, points = drawn_front(seed)
-    places, flying = 3, (3.0, 2.0, 1.0)
+    places, flying, turns = 3, (3.0, 2.0, 1.0), 2
 
     def taken(first: int, last: int, kept: float) -> float:
         """The fastest point of a place with blocks from one to another, the outer places with what is outside."""
-        parts = slice(0 if first == 0 else first + 1, BLOCKS + 2 if last == BLOCKS else last + 1)
-        own = points[:, parts].sum(axis=1)
-        held = own[:, 3] + kept * own[:, 4]
-        seconds = own[:, 0] + np.maximum(own[:, 1], own[:, 2])
-        return float(np.where(held <= limit, seconds, inf).min())
+        parts = points[:, 0 if first == 0 else first + 1 : BLOCKS + 2 if last == BLOCKS else last + 1]
+        own = parts.sum(axis=1)
+        held = own[:, STAYS] + kept * own[:, KEPT] + parts[..., TRANSIENT].max(axis=1) / turns
+        return float(np.where(held <= limit, own[:, SECONDS], inf).min())
 
     best = inf
     for second, third in combinations(range(1, BLOCKS), 2):
         ends = pairwise((0, second, third, BLOCKS))
         best = min(best, max(taken(*own, kept) for own, kept in zip(ends, flying, strict=True)))
-    assert front.least(places) <= best * (1 + 1e-12)
-    found = front.cut(limit, flying)
+    found = front.cut(limit, flying, turns)
     assert found.value == pytest.approx(best)
     assert (front.others is None) is (limit < 100.0), "where all fits, nothing else is looked at"
     if best < inf:

@@ -430,7 +430,7 @@ class Planning:
         bound = LowerBound.of(graph, step / (captured_samples or 1), cluster)
         estimates: tuple[Callable[[StageConfig], float], ...] = ()
         if graph.loss is not None:  # the estimator is made if it is asked
-            estimates = (lambda s: self._estimator.least(s), lambda s: self._estimator.seconds(s))
+            estimates = (lambda s: self._estimator.roughly(s), lambda s: self._estimator.seconds(s))
         chosen, compared = joint_search(
             settings, bound, cluster, plan_setting, tries=tries_of(graph), estimates=estimates
         )

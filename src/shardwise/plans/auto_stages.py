@@ -40,9 +40,7 @@ from shardwise.plans.schedule import Schedule, schedule_of
 from shardwise.progress import STOPPED, elapsed_share, report_best, report_progress, stop_with
 from shardwise.rules.attention_bands import EVERYTHING, band_between, band_of
 from shardwise.search.constants import (
-    EQUAL_ESTIMATE_RATIO,
     ESTIMATING_SHARE,
-    LEARNED_ESTIMATE_SHARE,
     MAX_PLANNED_OPERATORS,
     MAX_PLANNED_SETTINGS,
     MAX_REFINED_ESTIMATES,
@@ -215,7 +213,8 @@ class LowerBound:
         per_place = stages // places
         level = cluster.levels[-1]
         bandwidth = level.link_bandwidth(level.size) / level.shared_by if cluster.num_devices > 1 else inf
-        reduced = 2 * self.parameter_bytes / stages / bandwidth
+        within = cluster.levels[0].size if len(cluster.levels) > 1 else 1  # these first reduce among themselves
+        reduced = 2 * self.parameter_bytes / stages / within / bandwidth
         started = setting.passes * self.kernels / places * cluster.device.kernel_latency
         sharing = cluster.num_devices / places / setting.micro_batch / cluster.levels[0].size
         uneven = stages * ceil(self.blocks / stages) / self.blocks if self.blocks else 1.0
@@ -364,7 +363,7 @@ def joint_search(
         tries: The largest number of settings that are planned.
         estimates: Estimates of the seconds of a step, from the cheapest to the most accurate
             (``plans.stage_estimator``). A setting is planned when its last estimate is the least of all, and below the
-            best step: steps were 1.03 to 1.18 times their last estimates. They are used only if there are more settings
+            best step: steps were 0.90 to 1.13 times their last estimates. They are used only if there are more settings
             than tries.
 
     Raises:
@@ -429,8 +428,6 @@ class _Queue:
     Attributes:
         settings: All settings, those of few stages and micro-batches first.
         sizes: The (pipeline ranks, samples of a micro-batch) that were estimated, at most MAX_REFINED_ESTIMATES.
-        learned: (pipeline ranks, samples of a device) -> least ratio of the first estimate to the rough one.
-        rough: The rough estimate of every setting.
         heap: (comes last, seconds, number of the setting, how many of ``estimates`` it has had).
     """
 
@@ -442,11 +439,9 @@ class _Queue:
         estimates: Sequence[Callable[[StageConfig], float]],
     ) -> None:
         self.settings = sorted(settings, key=lambda setting: (setting.stages, setting.passes))
-        self.estimates, self.num_devices = estimates, cluster.num_devices
+        self.estimates = estimates
         self.sizes: set[tuple[int, int]] = set()
-        self.learned: dict[tuple[int, float], float] = {}
-        self.rough = [floor.estimate(setting, cluster) for setting in self.settings]
-        self.heap = [(False, seconds, number, 0) for number, seconds in enumerate(self.rough)]
+        self.heap = [(False, floor.estimate(setting, cluster), i, 0) for i, setting in enumerate(self.settings)]
         heapify(self.heap)
 
     def pop(self, *, refines: bool, first: bool) -> tuple[StageConfig, float]:
@@ -454,8 +449,8 @@ class _Queue:
 
         Args:
             refines: Whether to compute further estimates. If not, return the least setting as it is.
-            first: Nothing was planned yet. Of about equally fast settings, return the one that is planned fastest;
-                late before a deadline, the best of those that have had most of ``estimates``.
+            first: Nothing was planned yet. Late before a deadline, return the best of those that have had most of
+                ``estimates``.
         """
         while True:
             if first and elapsed_share() > ESTIMATING_SHARE:
@@ -467,60 +462,21 @@ class _Queue:
             setting = self.settings[number]
             if is_last or done == len(self.estimates) or not refines:
                 is_settled = done and (is_last or done == len(self.estimates))
-                if is_settled and first:
-                    return self._simplest(number, seconds, done)
                 return setting, seconds if is_settled else 0.0
-            if not done and (more := self._learned(number)) > seconds:
-                heappush(self.heap, (False, more, number, 0))
-                continue
-            size = setting.places, setting.micro_batch
-            if len(self.sizes | {size}) > MAX_REFINED_ESTIMATES:
-                heappush(self.heap, (True, seconds, number, done))
-                continue
-            self.sizes.add(size)
+            if done + 1 == len(self.estimates):
+                sizes = self.sizes | {(setting.places, setting.micro_batch)}
+                if len(sizes) > MAX_REFINED_ESTIMATES:
+                    heappush(self.heap, (True, seconds, number, done))
+                    continue
+                self.sizes = sizes
             try:
                 report_progress(f"estimating {setting}")
                 seconds = self.estimates[done](setting)
             except STOPPED:
                 heappush(self.heap, (is_last, seconds, number, done))
                 raise
-            if not done:
-                size_of_device = self._size_of_device(setting)
-                longer = seconds / self.rough[number]
-                self.learned[size_of_device] = min(longer, self.learned.get(size_of_device, inf))
             heappush(self.heap, (seconds == inf, seconds, number, done + 1))
 
     def has_last_below(self, seconds: float) -> bool:
         """Return whether a setting that comes after all others is estimated to be faster."""
         return any(is_last and estimate < seconds for is_last, estimate, _, _ in self.heap)
-
-    def _simplest(self, number: int, seconds: float, done: int) -> tuple[StageConfig, float]:
-        """Return the setting of the fewest stages among those estimated to be about as fast as ``seconds``.
-
-        Only settings with all of ``estimates`` count. The others stay queued.
-        """
-        candidates = [
-            item
-            for item in self.heap
-            if not item[0] and item[3] == len(self.estimates) and item[1] <= EQUAL_ESTIMATE_RATIO * seconds
-        ]
-        fewest = min(candidates, key=lambda item: (self.settings[item[2]].stages, item[1]), default=None)
-        if fewest is None or self.settings[fewest[2]].stages >= self.settings[number].stages:
-            return self.settings[number], seconds
-        self.heap.remove(fewest)
-        heapify(self.heap)
-        heappush(self.heap, (False, seconds, number, done))
-        return self.settings[fewest[2]], fewest[1]
-
-    def _learned(self, number: int) -> float:
-        """Return the seconds of a step suggested by estimates of settings with as many ranks and samples, or more."""
-        places, samples = self._size_of_device(self.settings[number])
-        longer = (
-            ratio
-            for (more_places, more_samples), ratio in self.learned.items()
-            if more_places >= places and more_samples >= samples
-        )
-        return LEARNED_ESTIMATE_SHARE * self.rough[number] * max(longer, default=0.0)
-
-    def _size_of_device(self, setting: StageConfig) -> tuple[int, float]:
-        return setting.places, setting.micro_batch * setting.places / self.num_devices

@@ -5,14 +5,19 @@ last block of each run of equal blocks. This short model is searched on the devi
 micro-batch of the setting. There is one search per mesh, memory policy, price of a second of traffic and price of a
 byte.
 
-The result of a search is a *point*. Per block it has the seconds by component, the bytes that stay for the whole step,
-and the bytes that a micro-batch keeps for backward. For a stage with blocks i to j, sums over these blocks give::
+The result of a search is a *point*. Of every block it has the seconds that one more of it takes in a stage
+(``_seconds_of_blocks``), the bytes that stay for the whole step, those that a micro-batch keeps for backward, and the
+most transient bytes of an operator or a message. For a stage with blocks i to j, the sums over these blocks, and the
+most transient bytes, give::
 
-    seconds(point, i, j) = exposed + max(compute, traffic)
-    bytes(point, i, j)   = stays + kept * (micro-batches that the stage keeps at once)
+    seconds(point, i, j) = seconds
+    bytes(point, i, j)   = stays + kept * (micro-batches that the stage keeps at once) + transient / (stages of a rank)
     stage(s, i, j)       = least seconds of the points whose bytes fit stage s
 
-The cut makes the slowest stage as fast as possible (``search.stage_partition.StageCut.of``).
+Where all is recomputed, a second point has kept values wait on the host. The cut makes the slowest stage as fast as
+possible (``search.stage_partition.StageCut.of``).
+
+The points of one search also stand for others, with as many more samples of a device (``BlockCosts.scaled``).
 
 Estimates choose which settings are planned, and in which order (``plans.auto_stages``), and nothing else. Where the
 stages of a setting begin is decided in ``search.stage_partition``.
@@ -20,9 +25,9 @@ stages of a setting begin is decided in ``search.stage_partition``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from math import inf
 from typing import Any, Literal
@@ -30,6 +35,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.costs.flops import FLOPS
 from shardwise.errors import PlanError
 from shardwise.graph.folding import Folding
 from shardwise.graph.ir import Graph
@@ -39,8 +45,22 @@ from shardwise.plans.auto_stages import StageConfig
 from shardwise.plans.micro_batch_search import Example
 from shardwise.plans.request import PlanRequest
 from shardwise.programs.micro_batches import Passes
-from shardwise.search.constants import ESTIMATED_BYTE_PRICES, ESTIMATED_MEMORY_SHARE, ESTIMATED_TRAFFIC_WEIGHTS
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights, StorageVariable
+from shardwise.search.constants import (
+    ESTIMATED_BYTE_PRICES,
+    ESTIMATED_MEMORY_SHARE,
+    ESTIMATED_TRAFFIC_WEIGHTS,
+    SCALED_ESTIMATE_SHARE,
+)
+from shardwise.search.cost_graph import (
+    BYTES,
+    COMPUTE,
+    EXPOSED,
+    TRAFFIC,
+    CostGraph,
+    CostWeights,
+    OperatorVariable,
+    StorageVariable,
+)
 from shardwise.search.elimination import TooWide
 from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy, ReshardMode, blocks_of, ends_of
 from shardwise.search.planner import Planner
@@ -56,8 +76,8 @@ ESTIMATED_POLICIES = tuple(
     if policy in (MemoryPolicy(None, "held"), MemoryPolicy(None, "again"), MemoryPolicy("full", "again"))
     or (policy.reshard_mode == "once" and policy.recompute != "offload")
 )
-# Columns of a point, after EXPOSED, COMPUTE and TRAFFIC. They divide the component BYTES.
-STAYS, KEPT = 3, 4
+# Columns of a point.
+SECONDS, STAYS, KEPT, TRANSIENT = range(4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +86,7 @@ class BlockSpans:
 
     Attributes:
         seconds: [points, first block, block behind] seconds of a micro-batch; infinite if there is no block.
-        held: [points, first block, block behind, 2] bytes that stay, and bytes kept per micro-batch.
+        held: [points, first block, block behind, 3] bytes that stay, bytes kept per micro-batch, and transient bytes.
     """
 
     seconds: Floats
@@ -80,28 +100,35 @@ class BlockSpans:
         behind it.
 
         Args:
-            points: [points, 1 + blocks + 1, 5] costs of what is ahead of all blocks, of each block, and of what is
-                behind. The columns are EXPOSED, COMPUTE, TRAFFIC (seconds of a micro-batch), STAYS and KEPT (bytes).
+            points: [points, 1 + blocks + 1, 4] costs of what is ahead of all blocks, of each block, and of what is
+                behind. The columns are SECONDS (of a micro-batch), STAYS, KEPT and TRANSIENT (bytes).
         """
         summed = np.cumsum(points, axis=1)
         starts = np.concatenate([np.zeros_like(summed[:, :1]), summed[:, 1:-2]], axis=1)
         ends = np.concatenate([summed[:, 1:-2], summed[:, -1:]], axis=1)
         added = ends[:, None, :, :] - starts[:, :, None, :]
-        seconds = added[..., EXPOSED] + np.maximum(added[..., COMPUTE], added[..., TRAFFIC])
         count = starts.shape[1]
         has_some = np.triu(np.ones((count, count), dtype=np.bool_))
+        transient = points[:, 1:-1, TRANSIENT].copy()
+        for inner, outer in ((0, 0), (-1, -1)):
+            transient[:, inner] = np.maximum(transient[:, inner], points[:, outer, TRANSIENT])
+        added[..., TRANSIENT] = np.maximum.accumulate(np.where(has_some, transient[:, None, :], 0.0), axis=2)
         margins = (0, 0), (0, 1), (1, 0)  # the last block is given by the one behind it
-        seconds = np.pad(np.where(has_some, seconds, inf), margins, constant_values=inf)
-        return BlockSpans(seconds, np.pad(added[..., [STAYS, KEPT]], (*margins, (0, 0))))
+        seconds = np.pad(np.where(has_some, added[..., SECONDS], inf), margins, constant_values=inf)
+        return BlockSpans(seconds, np.pad(added[..., STAYS:], (*margins, (0, 0))))
 
-    def fastest(self, limit: float, kept: float) -> Floats:
+    def fastest(self, limit: float, kept: float, turns: int, *, hopes: bool = False) -> Floats:
         """Return [first block, block behind] the least seconds of the points that fit; infinite if none does.
+
+        With ``hopes`` a point fits where the least bytes of each kind do, whichever points have them.
 
         Args:
             limit: Bytes of a stage.
             kept: Number of micro-batches that the stage keeps for backward at once.
+            turns: Stages of a pipeline rank, which have transient bytes one after the other.
         """
-        fits = self.held[..., 0] + kept * self.held[..., 1] <= limit
+        held = self.held.min(axis=0) if hopes else self.held
+        fits = held @ np.array([1.0, kept, 1 / turns]) <= limit
         fastest: Floats = np.where(fits, self.seconds, inf).min(axis=0)
         return fastest
 
@@ -111,17 +138,24 @@ class MeshOption:
     """A mesh of a pipeline rank under one memory policy.
 
     Attributes:
-        spans: The spans of the known points. At first these are the points where bytes have no price, the fastest ones.
-        others: Computes the points of all prices, which takes longer. None: ``spans`` has them.
+        assignments: Those of the known points. At first these are the points where bytes have no price, the fastest
+            ones, and the one of about the fewest bytes.
+        others: Computes the assignments of all other prices, which takes longer. None: ``assignments`` has them.
+        spans_of: Computes the spans of assignments, for so many times the samples of a device, and the pipeline ranks.
     """
 
-    spans: BlockSpans
-    others: Callable[[], Floats] | None
+    assignments: Sequence[Sequence[int]]
+    others: Callable[[], Sequence[Sequence[int]]] | None
+    spans_of: Callable[[Sequence[Sequence[int]], float, float], BlockSpans]
+
+    def __post_init__(self) -> None:
+        self.spans = self.spans_of(self.assignments, 1.0, 1.0)
 
     def price(self) -> None:
         """Compute the points of all prices, if they are not known yet."""
         if self.others is not None:
-            self.spans, self.others = BlockSpans.of(self.others()), None
+            self.assignments, self.others = [*self.assignments, *self.others()], None
+            self.spans = self.spans_of(self.assignments, 1.0, 1.0)
 
 
 @dataclass(eq=False)
@@ -137,27 +171,29 @@ class ParetoFront:
     ways: list[MeshOption]
     others: Callable[[], list[MeshOption]] | None
 
-    def least(self, places: int) -> float:
-        """Return a lower bound of the seconds of a micro-batch on the slowest stage, without a memory limit.
+    def scaled(self, samples: float, places: float) -> ParetoFront:
+        """Return the known points for so many times the samples of a device, and the pipeline ranks."""
 
-        ``places``: the number of stages.
-        """
-        return self._cut(inf, (0.0,) * places)[0].value
+        def spans_of(way: MeshOption) -> Callable[[Sequence[Sequence[int]], float, float], BlockSpans]:
+            return lambda assignments, *_: way.spans_of(assignments, samples, places)
 
-    def cut(self, limit: float, in_flight: Sequence[float]) -> StageCut:
+        return ParetoFront([MeshOption(way.assignments, None, spans_of(way)) for way in self.ways], None)
+
+    def cut(self, limit: float, in_flight: Sequence[float], turns: int = 1) -> StageCut:
         """Return where the stages begin, computing only the points that may matter.
 
         Invariant: ``hope`` is no slower than the best cut over all points, and ``sure`` no faster. ``sure`` uses known
-        points that fit. ``hope`` also assumes that the fastest points of an option fit until the option is priced. If
-        ``hope`` is no faster than ``sure``, then ``sure`` is the best cut. Otherwise the options that ``hope`` uses are
-        priced, after the other policies have been added.
+        points that fit. ``hope`` also assumes that all fit until the other policies have been added, and then that the
+        fastest points of an option fit, if any may, until the option is priced. If ``hope`` is no faster than ``sure``,
+        then ``sure`` is the best cut. Otherwise the options that ``hope`` uses are priced.
 
         Args:
             limit: Bytes of a stage.
             in_flight: For every stage, the number of micro-batches that it keeps at once.
+            turns: Stages of a pipeline rank.
         """
         while True:
-            sure, hope, taken = self._cut(limit, in_flight)
+            sure, hope, taken = self._cut(limit, in_flight, turns)
             if hope.value >= sure.value:
                 return sure
             if self.others is not None:
@@ -166,13 +202,15 @@ class ParetoFront:
             for way in {way for way in taken if way.others is not None} or self.ways:
                 way.price()
 
-    def _cut(self, limit: float, in_flight: Sequence[float]) -> tuple[StageCut, StageCut, set[MeshOption]]:
+    def _cut(self, limit: float, in_flight: Sequence[float], turns: int) -> tuple[StageCut, StageCut, set[MeshOption]]:
         """Return the cuts ``sure`` and ``hope`` of ``cut``, and the options that ``hope`` uses."""
         sure, hopes = {}, {}
         for kept in dict.fromkeys(in_flight):
-            sure[kept] = np.min([way.spans.fastest(limit, kept) for way in self.ways], axis=0)
-            limits = [(way, limit if way.others is None else inf) for way in self.ways]
-            hopes[kept] = np.stack([way.spans.fastest(num_bytes, kept) for way, num_bytes in limits])
+            sure[kept] = np.min([way.spans.fastest(limit, kept, turns) for way in self.ways], axis=0)
+            most = limit if self.others is None else inf
+            hopes[kept] = np.stack(
+                [way.spans.fastest(most, kept, turns, hopes=way.others is not None) for way in self.ways]
+            )
         hope = StageCut.of([hopes[kept].min(axis=0) for kept in in_flight])
         taken = {
             self.ways[int(hopes[kept][:, start, end].argmin())]
@@ -193,6 +231,7 @@ class StageEstimator:
         segments: Parts that the model itself asks to recompute or offload.
         policies: The memory policies to try, those that recompute least first.
         known: Cache of fronts, by pipeline ranks and samples of a micro-batch. Without blocks also by stages.
+        scaled: Cache of fronts that are computed from those of ``known``, by the same.
         graphs: Cache of shortened micro-batches, by samples.
     """
 
@@ -203,6 +242,7 @@ class StageEstimator:
     segments: tuple[Segment, ...] = ()
     policies: tuple[MemoryPolicy, ...] = ESTIMATED_POLICIES
     known: dict[tuple[int, ...], ParetoFront | None] = field(default_factory=dict)
+    scaled: dict[tuple[int, ...], ParetoFront] = field(default_factory=dict)
     graphs: dict[int, Graph | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -218,18 +258,39 @@ class StageEstimator:
             self.ends = [(block.path, block.path) for block in self.blocks]
         self.apart = ends_of(self.whole)
 
-    def least(self, setting: StageConfig) -> float:
-        """Return a lower bound of ``seconds``, faster to compute: it searches only the weakest memory policies.
-
-        It is a bound as long as no stronger policy is faster.
-        """
-        front = self._front(setting)
-        return inf if front is None else front.least(setting.stages) * _turns(setting)
+    def roughly(self, setting: StageConfig) -> float:
+        """Return less than about ``seconds``, without searches if a front is known for about as many pipeline ranks and
+        samples of a device: both factors together are at most four."""
+        key, size = self._key(setting), np.array([setting.places, setting.places * setting.micro_batch])
+        ratios = {
+            known: size / [known[0], known[0] * known[1]] for known, front in self.known.items() if front and self.ends
+        }
+        apart = {known: float(np.abs(np.log2(ratio)).sum()) for known, ratio in ratios.items()}
+        nearest = min(apart, key=apart.__getitem__, default=None)
+        if key in self.known or nearest is None or apart[nearest] > 2.0:
+            return self.seconds(setting)
+        front = self.known[nearest]
+        assert front is not None, "its points are scaled"
+        if key not in self.scaled:
+            places, samples = ratios[nearest].tolist()
+            self.scaled[key] = front.scaled(samples, places)
+        return SCALED_ESTIMATE_SHARE * self._seconds(self.scaled[key], setting)
 
     def seconds(self, setting: StageConfig) -> float:
         """Return the estimated seconds of a step; infinite if the model cannot be divided so, or if nothing fits."""
-        front = self._front(setting)
-        return inf if front is None else front.cut(self._limit(setting), in_flight(setting)).value * _turns(setting)
+        key = self._key(setting)
+        if key not in self.known:
+            graph = self._graph(setting.micro_batch)
+            self.known[key] = None if graph is None else self._front_of(graph, setting)
+        front = self.known[key]
+        return inf if front is None else self._seconds(front, setting)
+
+    def _seconds(self, front: ParetoFront, setting: StageConfig) -> float:
+        turns = setting.stages // setting.places
+        return front.cut(self._limit(setting), in_flight(setting), turns).value * _turns(setting)
+
+    def _key(self, setting: StageConfig) -> tuple[int, ...]:
+        return setting.places, setting.micro_batch, *([] if self.ends else [setting.stages])
 
     def _limit(self, setting: StageConfig) -> float:
         """Return the bytes of a stage: an equal part of what its pipeline rank has for additive bytes."""
@@ -237,18 +298,8 @@ class StageEstimator:
         limit = ESTIMATED_MEMORY_SHARE * (self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes)
         return limit * setting.places / setting.stages
 
-    def _front(self, setting: StageConfig) -> ParetoFront | None:
-        """Return the front of a setting, or None if the loss is no sum over such micro-batches.
-
-        It is also None if every search is too large (``_way``).
-        """
-        key = setting.places, setting.micro_batch, *([] if self.ends else [setting.stages])
-        if key not in self.known:
-            graph = self._graph(setting.micro_batch)
-            self.known[key] = None if graph is None else self._front_of(graph, setting)
-        return self.known[key]
-
     def _front_of(self, graph: Graph, setting: StageConfig) -> ParetoFront | None:
+        """Return the front of a setting, or None if every search is too large (``_way``)."""
         stage_cluster = self.cluster.with_devices(self.cluster.num_devices // setting.places)
         meshes, settings = (
             self.request.meshes(stage_cluster, by_price=True),
@@ -277,7 +328,7 @@ class StageEstimator:
             ):  # same as "once"
                 continue
             with_policy = planner.under(MemoryPolicy.of(graph, segments, how, reshard_mode))
-            ways += [self._way(with_policy.cost_graph(mesh), setting.stages) for mesh in planner.meshes]
+            ways += [self._way(with_policy.cost_graph(mesh), policy, setting.stages) for mesh in planner.meshes]
         return [way for way in ways if way is not None]
 
     def _graph(self, size: int) -> Graph | None:
@@ -292,33 +343,38 @@ class StageEstimator:
                 self.graphs[size] = None
         return self.graphs[size]
 
-    def _way(self, cost: CostGraph, stages: int) -> MeshOption | None:
+    def _way(self, cost: CostGraph, policy: MemoryPolicy, stages: int) -> MeshOption | None:
         """Return the option of a cost graph, or None if its elimination needs too large a table (``TooWide``)."""
+
+        def solved(*prices: float) -> list[list[int]]:
+            weights = [CostWeights(1.0, 1.0 - w, w, price) for price in prices for w in ESTIMATED_TRAFFIC_WEIGHTS]
+            return [minimise(cost.weighted(weight)).assignment for weight in weights]
+
         try:
-            free = [
-                minimise(cost.weighted(CostWeights(1.0, 1.0 - share, share, 0.0))).assignment
-                for share in ESTIMATED_TRAFFIC_WEIGHTS
-            ]
+            free = solved(0.0)
         except TooWide:
             return None
         # With a byte price of 1, all bytes of a device together cost as much as one step.
         seconds = cost.components(free[0])
         scale = float(seconds[[EXPOSED, COMPUTE]].sum()) / self.cluster.device.usable_bytes
-        parts = self._parts_of(cost)
+        *prices, highest = (price * scale for price in ESTIMATED_BYTE_PRICES)
+        parallel = self.request.parallel
+        is_again = policy.reshard_mode == "again"
+        is_free = parallel.recompute == parallel.offload == "auto"
+        rate = self.cluster.device.host_bandwidth if is_free else 0.0  # of copies of kept values to the host
+        costs_of = cache(partial(self._costs_of, cost, is_again=is_again))
 
-        def points(assignments: Iterable[Sequence[int]]) -> Floats:
-            different = np.array(list(dict.fromkeys(map(tuple, assignments))), dtype=np.int64)
-            return self._divided(self._added_up(cost, parts, different), stages)
+        def spans_of(assignments: Sequence[Sequence[int]], samples: float, places: float) -> BlockSpans:
+            rows = costs_of(tuple(dict.fromkeys(map(tuple, assignments))))
+            points = self._added_up([row.scaled(samples, places, is_again=is_again) for row in rows])
+            if rate and replace(policy, offload="all") in MEMORY_POLICIES:
+                away = points.copy()
+                away[:, 1:-1, SECONDS] = np.maximum(points[:, 1:-1, SECONDS], 2 * points[:, 1:-1, KEPT] / rate)
+                away[:, 1:-1, KEPT] = 0.0
+                points = np.concatenate([points, away])
+            return BlockSpans.of(self._divided(points, stages))
 
-        def all_points() -> Floats:
-            priced = [
-                CostWeights(1.0, 1.0 - share, share, price * scale)
-                for price in ESTIMATED_BYTE_PRICES
-                for share in ESTIMATED_TRAFFIC_WEIGHTS
-            ]
-            return points([*free, *(minimise(cost.weighted(weights)).assignment for weights in priced)])
-
-        return MeshOption(BlockSpans.of(points(free)), all_points)
+        return MeshOption([*free, *solved(highest)], lambda: solved(*prices), spans_of)
 
     def _divided(self, points: Floats, stages: int) -> Floats:
         """Return points in which the ends of the model that can be stages are blocks of their own.
@@ -333,47 +389,133 @@ class StageEstimator:
         ahead, behind = map(bool, self.apart)
         return np.concatenate([*[nothing] * ahead, points, *[nothing] * behind], axis=1)
 
-    def _parts_of(self, cost: CostGraph) -> list[Ints]:
-        """Return, for the tables of every kind, the rows of ``_added_up`` that they belong to.
-
-        Row 0 is ahead of all blocks, the last one behind them; the others are the blocks of the short model. The last
-        variable of a table decides.
-        """
-        paths = [block_of(variable.name) for variable in cost.variables]
-        first = next((number for number, path in enumerate(paths) if path), len(paths))
-        row_of = self._row_of
-        rows = np.array(
-            [row_of[path] if path else 0 if i < first else len(row_of) + 1 for i, path in enumerate(paths)],
-            dtype=np.int64,
-        )
-        return [rows[scopes[:, -1]] for _, scopes in cost.by_kind]
-
     @cached_property
     def _row_of(self) -> Mapping[str, int]:
         names = (*(op.name for op in self.short.ops), *(value.name for value in self.short.values))
         paths = dict.fromkeys(map(block_of, names))
         return {path: row for row, path in enumerate(filter(None, paths), 1)}
 
-    def _added_up(self, cost: CostGraph, parts: Sequence[Ints], assignments: Ints) -> Floats:
-        """Return the [assignments, 1 + blocks + 1, 5] costs: ahead of all blocks, of each block, and behind.
+    def _added_up(self, rows: Sequence[Floats]) -> Floats:
+        """Return the [points, 1 + blocks + 1, 4] costs: ahead of all blocks, of each block, and behind.
 
-        ``parts``: the rows of ``_parts_of``. A block costs the mean of the two blocks that represent its run.
+        A block costs the mean of the two blocks that represent its run. ``rows``: of the short model.
         """
-        sums = np.zeros((len(assignments), len(self._row_of) + 2, 5))
-        for (tables, scopes), rows in zip(cost.by_kind, parts, strict=True):
-            at = tuple(assignments[:, scopes[:, axis]] for axis in range(scopes.shape[1]))
-            costs = np.zeros((*at[0].shape, 5))
+        sums = np.stack(rows, axis=1)
+        heads, tails = ([self._row_of[end[i]] for end in self.ends] for i in range(2))
+        return np.concatenate([sums[:, :1], (sums[:, heads] + sums[:, tails]) / 2, sums[:, -1:]], axis=1)
+
+    def _costs_of(self, cost: CostGraph, points: tuple[tuple[int, ...], ...], *, is_again: bool) -> list[BlockCosts]:
+        """Return the costs of what is ahead of all blocks of the short model, of each of them, and of what is behind.
+
+        The last variable of a table decides where it belongs. ``is_again``: whether backward gathers parameters again.
+        """
+        assignments = np.array(points, dtype=np.int64)
+        components = np.zeros((*assignments.shape, 3))
+        num_bytes, once = np.zeros((*assignments.shape, 4)), np.zeros((*assignments.shape, 4))
+
+        def chosen(scopes: Ints) -> tuple[Ints, ...]:
+            return tuple(assignments[:, scopes[:, axis]] for axis in range(scopes.shape[1]))
+
+        for tables, scopes in cost.by_kind:
+            at = chosen(scopes)
+            costs = np.zeros((*at[0].shape, 4))
             for component, table in enumerate(tables):
                 if table is not None:
                     costs[..., component] = table[at]
             stays = _stays(cost, scopes, costs)
-            costs[..., KEPT] = np.where(stays, 0.0, costs[..., BYTES])
-            costs[..., STAYS] = np.where(stays, costs[..., BYTES], 0.0)
-            place: Any = (slice(None), rows)
-            np.add.at(sums, place, costs)
-        heads, tails = ([self._row_of[end[i]] for end in self.ends] for i in range(2))
-        blocks = (sums[:, heads] + sums[:, tails]) / 2
-        return np.concatenate([sums[:, :1], blocks, sums[:, -1:]], axis=1)
+            place: Any = (slice(None), scopes[:, -1])
+            if scopes.shape[1] > 1:  # a message of parameters that a step sends once
+                is_once = stays & (costs[..., EXPOSED] > 0)
+                np.add.at(once, (*place, SECONDS), np.where(is_once, costs[..., EXPOSED], 0.0))
+                np.add.at(once, (*place, STAYS), np.where(is_once, costs[..., BYTES], 0.0))
+                costs[is_once] = 0.0
+            np.add.at(components, place, costs[..., :BYTES])
+            np.add.at(num_bytes, (*place, KEPT), np.where(stays, 0.0, costs[..., BYTES]))
+            np.add.at(num_bytes, (*place, STAYS), np.where(stays, costs[..., BYTES], 0.0))
+        for kind, scopes in cost.scopes_of_transients.items():
+            place = (slice(None), scopes[:, -1], TRANSIENT)
+            np.maximum.at(num_bytes, place, cost.transients[kind]()[chosen(scopes)])
+        forward = components[..., EXPOSED] / 2
+        for number, variable in enumerate(cost.variables):
+            if isinstance(variable, OperatorVariable):
+                forward[:, number] += variable.domain.forward[assignments[:, number]]
+        backward = components[..., EXPOSED] + components[..., COMPUTE] - forward
+        sent = components[..., TRAFFIC] / (3 if is_again else 2)
+        paths = [block_of(variable.name) for variable in cost.variables]
+        first = next((number for number, path in enumerate(paths) if path), len(paths))
+        last = len(self._row_of) + 1
+        row_of = np.array([self._row_of[p] if p else 0 if i < first else last for i, p in enumerate(paths)])
+        op_by_name = cost.domains.graph.op_by_name
+        products = [v.kind == "operator" and op_by_name[v.name].target in FLOPS for v in cost.variables]
+        place = np.cumsum(products) - products  # the number of products before a variable
+        rows = []
+        for row in range(last + 1):
+            own = np.flatnonzero(row_of == row)
+            begins = np.searchsorted(place[own], place[own][sent[:, own].any(axis=0)])
+            begins = np.unique([0, *begins.tolist()])
+            ahead, behind, messages = (
+                (np.add.reduceat(each[:, own], begins, axis=1) if len(own) else np.zeros_like(each[:, :1])).T
+                for each in (forward, backward, sent)
+            )
+            held = num_bytes[:, own].sum(axis=1)
+            held[:, TRANSIENT] = num_bytes[:, own, TRANSIENT].max(axis=1, initial=0.0)
+            rows.append(BlockCosts(ahead, behind, messages, held, once[:, own].sum(axis=1)))
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCosts:
+    """Costs of a block, or of what is outside of all, for several points.
+
+    A part of a block begins with products that wait for parameters.
+
+    Attributes:
+        forward: [parts, points] seconds of forward.
+        backward: The same of backward.
+        sent: The seconds of one gather, or one reduction, of the parameters of a part.
+        held: [points, 4] costs without SECONDS.
+        once: [points, 4] SECONDS of messages of parameters that a step sends once, and STAYS of what they bring.
+    """
+
+    forward: Floats
+    backward: Floats
+    sent: Floats
+    held: Floats
+    once: Floats
+
+    def scaled(self, samples: float, places: float, *, is_again: bool) -> Floats:
+        """Return the [points, 4] costs for so many times the samples of a device, and the pipeline ranks.
+
+        Seconds of operators, and bytes of their values, grow with the samples. Messages of parameters do not. A
+        micro-batch has a share of those that a step sends once. The bytes that stay grow with the pipeline ranks, if no
+        message brings them. ``is_again``: whether backward gathers parameters again.
+        """
+        parts = samples * self.forward, samples * self.backward, self.sent
+        one, two = (_seconds_of_blocks(*parts, count, is_again=is_again) for count in (1, 2))
+        costs: Floats = self.held * [1.0, places, samples, 1.0] + self.once * [samples / places, 1.0, 1.0, 1.0]
+        costs[:, SECONDS] += two - one
+        return costs
+
+
+def _seconds_of_blocks(forward: Floats, backward: Floats, sent: Floats, count: int, *, is_again: bool) -> Floats:
+    """Return [points] the seconds of a micro-batch in a stage of ``count`` equal blocks. Arguments as ``BlockCosts``.
+
+    Parameters are gathered while the part ahead is worked on, and no earlier; gradients are reduced while the parts
+    behind are (``programs.comm_schedule``). Nothing hides what takes longer.
+    """
+    now, link, asked = np.zeros((3, sent.shape[1]))
+    for work, seconds in [*zip(forward, sent, strict=True)] * count:
+        link = np.where(seconds > 0, np.maximum(asked, link) + seconds, link)
+        asked, now = now, np.maximum(now, link) + work
+    gathers = [*sent[::-1] * is_again] * count
+    link = arrives = now + gathers[0]
+    behind = zip([*backward[::-1]] * count, [*sent[::-1]] * count, [*gathers[1:], np.zeros_like(now)], strict=True)
+    for work, seconds, gather in behind:
+        link = np.where(gather > 0, np.maximum(now, link) + gather, link)
+        now, arrives = np.maximum(now, arrives) + work, np.where(gather > 0, link, 0.0)
+        link = np.where(seconds > 0, np.maximum(now, link) + seconds, link)
+    end: Floats = np.maximum(now, link)
+    return end
 
 
 def _stays(cost: CostGraph, scopes: Ints, costs: Floats) -> NDArray[np.bool_]:

@@ -144,7 +144,7 @@ MAX_CUT_MOVES = 3
 # Share of a device's memory for what adds up in estimates; the rest is for transient bytes.
 ESTIMATED_MEMORY_SHARE = 0.93
 # Weights of traffic in estimates (compute has the rest), and prices of all bytes of a device, in steps.
-ESTIMATED_TRAFFIC_WEIGHTS = (HIDDEN_WEIGHT, 0.5, 1.0 - HIDDEN_WEIGHT)
+ESTIMATED_TRAFFIC_WEIGHTS = (HIDDEN_WEIGHT, 0.5)
 ESTIMATED_BYTE_PRICES = (0.03, 0.3, 3.0, 30.0)
 # Settings of ``stages="auto"`` that are planned at most; of large models fewer, so that they have this many operators.
 MAX_PLANNED_SETTINGS = 24
@@ -153,12 +153,10 @@ MAX_PLANNED_OPERATORS = 12_000
 MAX_REFINED_ESTIMATES = 32
 # A step without bubbles takes about this times the seconds of all products at the peak.
 ROUGH_STEP_FACTOR = 1.5
-# An estimate by search for as many pipeline ranks and samples, or more, counts as this share of its value here.
-LEARNED_ESTIMATE_SHARE = 0.9
+# An estimate from searches for another number of pipeline ranks or samples counts as this share of its value.
+SCALED_ESTIMATE_SHARE = 0.9
 # Share of the time until a deadline after which the best setting so far is planned, whatever else could be estimated.
 ESTIMATING_SHARE = 0.5
-# Of estimates within this factor the one with fewer stages is planned first: it takes less time.
-EQUAL_ESTIMATE_RATIO = 1.05
 
 # -- solved pipeline orders ----------------------------------------------------------------------------------------
 

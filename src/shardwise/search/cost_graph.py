@@ -174,6 +174,15 @@ class CostGraph:
             scopes[number].append(scope)
         return [(table, np.array(group, dtype=np.int64)) for table, group in zip(self._tables, scopes, strict=True)]
 
+    @cached_property
+    def scopes_of_transients(self) -> dict[int, Ints]:
+        """Return the scopes of the tables of ``transients``, by number."""
+        scopes: dict[int, list[Scope]] = {}
+        for scope, kind in self.factors:
+            if kind in self.transients:
+                scopes.setdefault(kind, []).append(scope)
+        return {kind: np.array(group, dtype=np.int64) for kind, group in scopes.items()}
+
     def components(self, assignment: list[int]) -> Floats:
         """Return the four components of a complete assignment."""
         total, values = np.zeros(4), np.array(assignment, dtype=np.int64)

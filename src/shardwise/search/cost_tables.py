@@ -84,6 +84,7 @@ class Tables:
         self._longest: dict[Hashable, float] = {}
         self._made: dict[Hashable, Components] = {}
         self._components: dict[Hashable, Components] = {}
+        self._transients: dict[int, Callable[[], Floats]] = {}
         for name in domains.received:
             self._receive(name)
         for op in domains.operators:
@@ -108,7 +109,7 @@ class Tables:
                 kind = kinds[key] = len(cost.kinds)
                 cost.kinds.append(self.components_of(factor, policy, key[1]))
                 if factor.transient is not None:
-                    cost.transients[kind] = factor.transient
+                    cost.transients[kind] = self._transients.setdefault(factor.number, cache(factor.transient))
             cost.factors.append((factor.scope, kind))
         return cost
 
