@@ -20,8 +20,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from published_experts import Experts
-from published_prices import Model, Stage, cluster_of, one_pass, parameters, stages_of
-from published_rows import Row, node_of
+from published_hardware import cluster_of
+from published_models import parameters
+from published_prices import Model, Stage, one_pass, stages_of
+from published_rows import Row, node_of, passes_of
 from published_software import Software
 
 from shardwise.costs.cluster import Device
@@ -72,12 +74,12 @@ def _of_stage(row: Row, place: int, stage: Stage) -> float:
     arch, tp, pp, cp, vpp = row["arch"], row["tp"], row["pp"], row.get("cp") or 1, row.get("vpp") or 1
     model, is_last = Model.of(row, stage.micro_batch), place == pp - 1
     per_layer, end = parameters(row)
-    ends = (place == 0) + (is_last and (pp > 1 or bool(arch.get("gated_mlp"))))
+    ends = (place == 0) + (is_last and (pp > 1 or model.sizes is not None))
     tokens = stage.micro_batch * row["seq"] / cp
     inputs = 2 * tokens * arch["hidden"] / (tp if model.shape.splits_sequence else 1)
     kept = _kept(row, model) + (_masks(row, model) if model.software.dropout else 0.0)
-    again = stage.again / stage.layers
-    passes = row["global_batch"] // (stage.micro_batch * stage.dp)
+    again = stage.again / max(stage.layers, 1)
+    passes = passes_of(row, stage.micro_batch, stage.dp)
     in_flight = min(pp - place, passes) if vpp == 1 else min(pp + (pp - 1) / vpp, passes)
     saved = in_flight * stage.layers * (again * inputs + (1 - again) * kept) + kept * bool(again)
     scores = (OVERWRITTEN if _is_megatron(row) else SCORE) * tokens * model.shape.vocab / tp * is_last

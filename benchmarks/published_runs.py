@@ -272,7 +272,10 @@ def priced(row: Any) -> Priced:
         seconds = [] if reason else [seconds_of(setting.row) for setting, _ in fitting]
     except (sw.ShardwiseError, RuntimeError) as error:  # torch's, of tensors that are too large to be described
         return Priced(reason=reason or f"cannot be planned: {str(error).splitlines()[0]}")
-    defaults = [i for i, (setting, _) in enumerate(fitting) if setting.is_default] or list(range(len(fitting)))
+    defaults = [i for i, (setting, _) in enumerate(fitting) if setting.is_default]
+    if not defaults:  # what the software does next, where that does not fit
+        first = fitting[0][0].row["recompute"]
+        defaults = [i for i, (setting, _) in enumerate(fitting) if setting.row["recompute"] == first]
     if reason:
         setting, peak = fitting[min(defaults, key=lambda i: fitting[i][1])]
         return Priced(setting.row, peak, reason=reason)
