@@ -124,4 +124,7 @@ def _state(row: Row, stage: Stage, per_layer: float, held: float) -> float:
     states = STATES + (4 if "deepspeed" in name else 0)
     on_host = stage.stored[5] if len(stage.stored) > 5 else 0.0
     split = bool(stage.stored[2]) if len(stage.stored) > 2 else bool(row["zero"])
-    return held * (WEIGHTS + gradients + states * (1 - on_host) / (replicas if split else 1))
+    experts = Experts.of(row)
+    own = 0.0 if experts is None else experts.numel(row["arch"]["hidden"]) * stage.layers
+    parts = (held - own) / replicas + (own / experts.replicas(row) if experts is not None else 0.0)
+    return held * (WEIGHTS + gradients) + states * (1 - on_host) * (parts if split else held)

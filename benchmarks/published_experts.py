@@ -55,6 +55,10 @@ class Experts:
         """Parameters of a layer's experts on a device, without shared ones."""
         return (3.0 if self.gated else 2.0) * hidden * self.width * self.number / (self.ep * self.tp)
 
+    def replicas(self, row: Row) -> int:
+        """Devices that have the same experts."""
+        return int(row["gpus"]) // (row["pp"] * self.ep * self.tp)
+
     def exchange_bytes(self, row: Row) -> float:
         """Bytes that a device sends to experts, of a layer and micro-batch."""
         tokens = row["micro_batch"] * row["seq"] / (row.get("cp") or 1)

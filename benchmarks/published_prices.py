@@ -40,6 +40,7 @@ from compiled_prices import price_section
 from published_experts import Experts, uneven_experts
 from published_hardware import cluster_of, device_named, likened, node_rate
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
+from published_messages import Moves, beside
 from published_models import Llama, Sizes, parameters, sizes_of
 from published_rows import (
     LATENT,
@@ -394,48 +395,6 @@ def _padded(row: Row) -> list[str]:
     return said
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """What a row's replicas exchange, over ``axes``; ``itemsize``: of the gradients that are added up and reduced;
-    ``gathered_itemsize``: of parameters that are gathered."""
-
-    links: Links
-    axes: tuple[str, ...]
-    itemsize: int
-    gathered_itemsize: int
-
-    @staticmethod
-    def of(row: Row, cluster: Cluster) -> Moves:
-        sizes = {name: row.get(name) or 1 for name in ("pp", "dp", "cp", "tp")}
-        links = Links(cluster, sw.Mesh({name: size for name, size in sizes.items() if size > 1} or {"dp": 1}))
-        axes = tuple(part for name in ("dp", "cp") if sizes[name] > 1 for part in links.mesh.expand(name))
-        software = Software.of(row)
-        itemsize = 4 if "fp32 grad" in row["precision"] else software.reduced_itemsize
-        return Moves(links, axes, itemsize, 1 if software.gathers_float8 else 2)
-
-    def gathered(self, numel: float) -> float:
-        return self.links.seconds("all_gather", self.axes, self.gathered_itemsize * numel) if self.axes else 0.0
-
-    def scattered(self, numel: float) -> float:
-        return self.links.seconds("reduce_scatter", self.axes, self.itemsize * numel) if self.axes else 0.0
-
-    def reduced(self, numel: float) -> float:
-        return self.links.seconds("all_reduce", self.axes, self.itemsize * numel) if self.axes else 0.0
-
-    def added(self, numel: float) -> float:
-        """A gradient is read and added to what is there."""
-        return (2 + 2 * self.itemsize) * numel / self.links.cluster.device.bytes_per_second()
-
-    def sent(self, num_bytes: float) -> float:
-        """To the next stage."""
-        return self.links.seconds("collective_permute", self.links.mesh.expand("pp"), num_bytes)
-
-
-def beside(device: Device, computed: float, sent: float) -> float:
-    """Return the seconds of kernels beside messages, which slow them down while they last (``Device.overlap``)."""
-    return max(computed + (1 - device.overlap) * sent, sent)
-
-
 def seconds_of(row: Row) -> float:
     """The predicted step."""
     return sum(terms_of(row).values())
@@ -448,6 +407,8 @@ def terms_of(row: Row) -> dict[str, float]:
     cluster = cluster_of(row["gpu"], row["gpus"], node_of(row), row.get("interconnect") or "")
     moves, (per_layer, table) = Moves.of(row, cluster), parameters(row)
     passes, is_fsdp = passes_of(row, row["micro_batch"], row["dp"]), software.shards and row["pp"] == 1
+    experts = Experts.of(row)
+    experts_numel = 0.0 if experts is None else experts.numel(row["arch"]["hidden"])
     stages, once = [], []
     for number, stage in enumerate(stages_of(row)):
         is_end = [number == 0, number + 1 == row["pp"]]
@@ -457,11 +418,15 @@ def terms_of(row: Row) -> dict[str, float]:
         if any(is_end) and passes > 1 and not is_fsdp:
             terms["gradients added"] += moves.added(table)
         stages.append(terms)
-        held = per_layer * stage.layers + table
-        behind = moves.gathered(held) + moves.scattered(held) if software.shards else moves.reduced(held)
+        held, own_numel = per_layer * stage.layers + table, experts_numel * stage.layers
+        behind = moves.after_step(held - own_numel)
+        if experts is not None:
+            behind += Moves.of_experts(row, cluster, experts).after_step(own_numel)
         if software.overlaps:  # beside the passes before and behind an update
             behind = max(0.0, behind - stage.layers * (own.forward + own.backward))
-        update = _update(cluster, held / (stage.dp * cp if row["zero"] else 1) * software.update_bytes)
+        numel = (held - own_numel) / (stage.dp * cp if row["zero"] else 1)
+        numel += own_numel / (experts.replicas(row) if experts is not None and row["zero"] else 1)
+        update = _update(cluster, numel * software.update_bytes)
         once.append({"replicas": 0.0 if is_fsdp else behind, "update": update})
     taken = [sum(terms.values()) for terms in stages]
     number = taken.index(max(taken))

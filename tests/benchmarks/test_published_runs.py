@@ -375,10 +375,29 @@ def test_experts_exchange_their_tokens(prices: ModuleType) -> None:
     alone = {**row, "ep": None}
     cluster = prices.cluster_of("A100-80GB", 4, 4, "NVLink3")
     layers, passes = 4, 2
-    more = prices.seconds_of(row) - prices.seconds_of(alone)
+    there, here = prices.terms_of(row), prices.terms_of(alone)
+    more = sum(there[name] - here[name] for name in there if name not in ("replicas", "update", "gradients added"))
+    assert there["replicas"] < here["replicas"], "no other device has these experts"
     sent = own.exchange_seconds(row, cluster) - experts.of(alone).exchange_seconds(alone, cluster)
     assert more == pytest.approx(2 * layers * passes * sent, rel=0.05)
     assert prices.seconds_of(alone) > prices.seconds_of(dense)
+
+
+def test_experts_are_reduced_and_split_over_the_devices_that_have_them(
+    prices: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two of sixteen devices in two nodes, over the network, where all others meet inside as well."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    held = importlib.import_module("published_bytes")
+    row = {**TINY, "arch": EXPERTS, "tp": 1, "pp": 1, "dp": 16, "gpus": 16, "ep": 8, "recompute": "none", "zero": 1}
+    experts = prices.Experts.of(row)
+    assert experts.replicas(row) == 2
+    cluster = prices.cluster_of("A100-80GB", 16, 8, "NVLink3")
+    apart, together = prices.Moves.of_experts(row, cluster, experts), prices.Moves.of(row, cluster)
+    assert apart.links.mesh.size_of(apart.axes) == 2
+    assert apart.after_step(1e9) > 2 * together.after_step(1e9)
+    numel, stage = 4 * experts.numel(64), held.stages_of(row)[0]
+    assert held._state(row, stage, numel / 4, numel) == numel * (2 + 2 + 16 / 2), "DeepSpeed has four bytes more"
 
 
 def test_approximations_are_said(prices: ModuleType) -> None:
