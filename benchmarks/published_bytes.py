@@ -7,7 +7,8 @@ Of the fullest stage, in closed form, beside what a layer keeps (``published_pri
   says so), states split by ZeRO; or everything in float32 shards, of which two layers are gathered (FSDP);
 * of the passes in flight what layers keep, or, where they are computed again, their inputs and one layer;
 * where the last stage takes the loss, the scores of the vocabulary: 6 bytes each in Megatron, whose loss overwrites
-  them, and 10 in torch.
+  them, 10 in torch, and 4 where one kernel takes the loss of scores in 16 bits (llm-foundry's default,
+  ``fused_crossentropy`` in ``modeling_mpt.py``).
 
 What is compared is what rows say they measured, three figures: torch's allocated bytes (Mist); reserved ones, with what
 the allocator has cached besides (torchtitan); a monitor of the node (BigScience): reserved ones, and what driver,
@@ -34,7 +35,9 @@ LOST = 0.04  # of a device's memory, between blocks of the allocator: the part o
 # that compute every layer again (1.19 to 1.27).
 EAGER, COMPILED, RECOMPUTED = 1.093, 1.058, 1.21
 WEIGHTS, SHARDED, STATES = 2, 16, 12  # bytes a parameter
-OVERWRITTEN, SCORE = 6, 10  # bytes a score of the vocabulary
+# Bytes a score of the vocabulary; in torch, where the software is none of these.
+SCORE_OF = {"megatron": 6, "nemo": 6, "composer": 4}
+SCORE = 10
 SELECTIVE = "selective(attention core)"
 
 
@@ -82,7 +85,9 @@ def _of_stage(row: Row, place: int, stage: Stage) -> float:
     passes = passes_of(row, stage.micro_batch, stage.dp)
     in_flight = min(pp - place, passes) if vpp == 1 else min(pp + (pp - 1) / vpp, passes)
     saved = in_flight * stage.layers * (again * inputs + (1 - again) * kept) + kept * bool(again)
-    scores = (OVERWRITTEN if _is_megatron(row) else SCORE) * tokens * model.shape.vocab / tp * is_last
+    name = row["framework"].casefold()
+    of_score = next((size for word, size in SCORE_OF.items() if word in name), SCORE)
+    scores = of_score * tokens * model.shape.vocab / tp * is_last
     return _state(row, stage, per_layer, per_layer * stage.layers + ends * end) + saved + scores
 
 
@@ -106,10 +111,6 @@ def _masks(row: Row, model: Model) -> float:
     between = 2 * tokens * shape.width / (model.tp if shape.splits_sequence else 1)
     of_scores = shape.heads * tokens * shape.sequence / model.tp
     return between + of_scores * (shape.scores and row["recompute"] != SELECTIVE)
-
-
-def _is_megatron(row: Row) -> bool:
-    return "megatron" in row["framework"].casefold()
 
 
 def _state(row: Row, stage: Stage, per_layer: float, held: float) -> float:

@@ -520,6 +520,14 @@ def test_a_stage_holds_its_states_and_its_passes_in_flight(monkeypatch: pytest.M
     assert first(zero=1, dp=1) - first(zero=1, dp=2, gpus=8) == 16 / 2 * (2 * layer + end)
 
 
+def test_scores_of_the_vocabulary_are_held_as_the_software_takes_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    held = importlib.import_module("published_bytes")
+    row = {**TINY, "gpus": 2, "dp": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "none", "precision": "bf16"}
+    torch, fused = (held.peak_bytes({**row, "framework": name}) for name in ("FSDP", "Composer"))
+    assert torch - fused == (10 - 4) * 2 * 64 * 512
+
+
 @pytest.mark.parametrize(("text", "said"), [("", "rows.json"), ("{}", "dict")])
 def test_a_file_that_is_no_list_is_refused(runs: ModuleType, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "rows.json").write_text(text)
