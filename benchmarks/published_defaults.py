@@ -52,9 +52,13 @@ MODELS: dict[str, tuple[Any, ...]] = {
     r"nemotron(?!-?h).*\b340b": (96, 18432, 96, 8, 73728, 256000, False),
     r"mixtral.*8x-?7b": (32, 4096, 32, 8, 14336, 32000, True, 8, 2),
     r"mixtral.*8x-?22b": (56, 6144, 48, 8, 16384, 32768, True, 8, 2),
-    r"qwen-?2\.5.*\b7b": (28, 3584, 28, 4, 18944, 152064, True),
-    r"qwen-?2\.5.*\b32b": (64, 5120, 40, 8, 27648, 152064, True),
-    r"qwen-?2\.5.*\b72b": (80, 8192, 64, 8, 29568, 152064, True),
+    r"llama.*\b7b": (32, 4096, 32, 32, 11008, 32000, True),
+    r"llama.*\b13b": (40, 5120, 40, 40, 13824, 32000, True),
+    r"llama.*\b3[03]b": (60, 6656, 52, 52, 17920, 32000, True),
+    r"qwen-?2.*\b7b": (28, 3584, 28, 4, 18944, 152064, True),
+    r"qwen-?2.*\b14b": (48, 5120, 40, 8, 13824, 152064, True),
+    r"qwen-?2.*\b32b": (64, 5120, 40, 8, 27648, 152064, True),
+    r"qwen-?2.*\b72b": (80, 8192, 64, 8, 29568, 152064, True),
     r"qwen-?3.*\b8b": (36, 4096, 32, 8, 12288, 151936, True),
     r"qwen-?3.*\b14b": (40, 5120, 40, 8, 17408, 151936, True),
     r"qwen-?3.*\b32b": (64, 5120, 64, 8, 25600, 151936, True, 0, 0, 0, 128),
@@ -62,13 +66,34 @@ MODELS: dict[str, tuple[Any, ...]] = {
     r"qwen-?3.*\b235b": (94, 4096, 64, 4, 12288, 151936, True, 128, 8, 1536, 128),
     r"gpt-?oss.*\b20b": (24, 2880, 64, 8, 2880, 201088, True, 32, 4, 2880, 64),
     r"gpt-?oss.*\b120b": (36, 2880, 64, 8, 2880, 201088, True, 128, 4, 2880, 64),
-    r"deepseek-?v3": (61, 7168, 128, 128, 18432, 129280, True, 256, 8, 2048, 0),
+    r"deepseek-?v3": (61, 7168, 128, 128, 18432, 129280, True, 256, 8, 2048),
+    r"deepseek-?v2-?lite": (27, 2048, 16, 16, 10944, 102400, True, 64, 6, 1408),
+    # GPT-3 (Brown et al., 2020, table 2.1), and Megatron's models of Narayanan et al. (2021, table 1) and Korthikanti
+    # et al. (2022, table 3).
+    r"gpt.*\b1\.3b": (24, 2048, 16, 16, 8192, 50257, False),
+    r"gpt.*\b2\.7b": (32, 2560, 32, 32, 10240, 50257, False),
+    r"gpt.*\b6\.7b": (32, 4096, 32, 32, 16384, 50257, False),
+    r"gpt.*\b13b": (40, 5120, 40, 40, 20480, 50257, False),
+    r"(gpt|megatron).*\b22b": (48, 6144, 64, 64, 24576, 51200, False),
+    r"gpt.*\b1\.7b": (24, 2304, 24, 24, 9216, 51200, False),
+    r"gpt.*\b3\.6b": (30, 3072, 32, 32, 12288, 51200, False),
+    r"gpt.*\b7\.5b": (36, 4096, 32, 32, 16384, 51200, False),
+    r"gpt.*\b18\.4b": (40, 6144, 48, 48, 24576, 51200, False),
+    r"gpt.*\b39\.1b": (48, 8192, 64, 64, 32768, 51200, False),
+    r"gpt.*\b76\.1b": (60, 10240, 80, 80, 40960, 51200, False),
+    r"gpt.*\b145\.6b": (80, 12288, 96, 96, 49152, 51200, False),
+    r"gpt.*\b310\.1b": (96, 16384, 128, 128, 65536, 51200, False),
+    r"(gpt|mt-?nlg|turing|megatron).*\b5(30|29\.6)b": (105, 20480, 128, 128, 81920, 51200, False),
+    r"(gpt|megatron).*\b(1t|1008b)": (128, 25600, 160, 160, 102400, 51200, False),
 }
-# What DeepSeek-V3 has besides.
+# What models of DeepSeek have besides.
 DEEPSEEK = {
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "shared_experts": 1,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
+BESIDES: dict[str, dict[str, int]] = {
+    r"deepseek-?v3": DEEPSEEK | {"q_lora_rank": 1536, "shared_experts": 1},
+    r"deepseek-?v2-?lite": DEEPSEEK | {"shared_experts": 2},
+}
 GPT_2, LLAMA_2 = 50_257, 32_000  # words of their tokenizers, for rows that state none
 # Other names of sizes of experts and heads.
 SYNONYMS = {
@@ -248,9 +273,8 @@ def _arch(row: Row) -> Mapping[str, Any] | None:
     name = str(row.get("model") or "").casefold().replace("_", "-").replace(" ", "-")
     known: tuple[Any, ...] = next((sizes for pattern, sizes in MODELS.items() if re.search(pattern, name)), ())
     named = {size: value for size, value in zip(SIZES.split(), known, strict=False) if value or value is False}
+    named |= next((sizes for pattern, sizes in BESIDES.items() if re.search(pattern, name)), {})
     own = _stated(stated or {})
-    if re.search(r"deepseek-?v3", name) and own.get("layers", 61) == 61:  # not a smaller one
-        named |= DEEPSEEK
     is_same = all(own.get(size, named.get(size)) == named.get(size) for size in ("layers", "hidden"))
     arch = (named if is_same else {}) | own
     if is_count(arch.get("hidden")) and is_count(arch.get("heads")):

@@ -243,6 +243,29 @@ def test_what_a_row_says_in_other_words_is_read(defaults: ModuleType) -> None:
     assert read(step_time_s=None, mfu=50)[0]["step_time_s"] is None, "with or without the second forward"
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("GPT3-175B", 175), ("GPT3-5B", 5), ("GPT3-20B", 20), ("GPT-18.4B", 18.4), ("GPT-1.3B", 1.3),
+        ("Megatron 530B", 530), ("megatron-22B", 22), ("GPT-145.6B", 145.6), ("GPT-1008B", 1008),
+        ("LLAMA2-7B", 7), ("llama 13b", 13), ("Llama 30B", 32.5), ("LLAMA2-70B", 69), ("LLAMA3_8B", 8),
+        ("LLAMA3_70B", 70), ("LLAMA3.1_405B", 405), ("Llama-3.2 1B", 1.5), ("Nemotron-8B", 8.5), ("Nemotron-22B", 22),
+        ("Nemotron-4 15B", 15.6), ("Nemotron-340B", 340), ("Mixtral 8x7B", 46.7), ("mixtral-8x22b", 141),
+        ("Qwen2.5 14B", 14.8), ("Qwen2-72B", 72.7), ("Qwen3-8B", 8.2), ("Qwen3 32B", 32.8), ("Qwen3_30B_a3B", 30.5),
+        ("Qwen3_235B_a22B", 235), ("GPT OSS 20B", 21), ("GPT OSS 120B", 117), ("DeepSeekV3", 671),
+        ("DeepSeek-V2-Lite", 15.7),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_named_has_as_many_parameters(
+    prices: ModuleType, defaults: ModuleType, name: str, billions: float
+) -> None:
+    row = {**TINY, "model": name, "arch": None, "tp": 1, "pp": 1, "dp": 4, "vpp": 1}
+    arch = (row := defaults.settings_of(row)[0].row)["arch"]
+    assert prices.unplanned(row) == ""
+    ends = (2 if arch["gated_mlp"] or arch["vocab"] == 256_000 else 1) * arch["vocab"] * arch["hidden"]
+    assert arch["layers"] * prices.parameters(row)[0] + ends == pytest.approx(billions * 1e9, rel=0.05)
+
+
 def test_heads_and_groups_that_tp_does_not_divide_are_padded(prices: ModuleType) -> None:
     """GPT whose heads are as many as its groups, and four times as wide inside, is itself; any other is a Llama."""
     assert prices.sizes_of(TINY) is None
