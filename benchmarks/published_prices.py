@@ -5,14 +5,18 @@ one pass of one and of two layers is simulated, so that their difference is a la
 loss (on the first and the last stage). The rest of a step is closed form:
 
 * a layer's forward and its backward each begin on an idle device (vTrain's runs on one node are exact sums of layers),
-  and take as long as their kernels and messages, one after the other, each when the host has started it;
+  and take as long as their kernels and messages, one after the other, each when the host has started it (where it
+  blocks: after what the host takes);
 * stages: one pass after the other (1F1B): ``passes`` times the slowest, and the others once, by the chunks of a stage;
+  a stage sends and receives at once, or (DeepSpeed) one message after the other, and gathers what arrives in parts;
 * full recompute: forward once more; selective: attention from its scores on once more; of operators (torchtitan's
   ``op``): every second product once more, counted as half of forward;
-* gradients are added up from pass to pass, and reduced after the last one (Megatron), or parameters are gathered and
-  gradients scattered beside each layer's computation (FSDP), of which the longer counts;
-* context parallelism: tokens are split in their order (assumed: no source says what balances ranks), so that the last
-  rank's queries meet all keys, where those of the first see half of their own;
+* gradients are added up from pass to pass, and reduced after the last one (Megatron; those of experts over the devices
+  that have them), or parameters are gathered and gradients scattered beside each layer's computation (FSDP), of which
+  the longer counts, and copied for that;
+* context parallelism: tokens are split in their order (assumed where no source says what balances ranks), so that the
+  last rank's queries meet all keys, where those of the first see half of their own; Megatron's ranks have early and
+  late tokens, and meet as many keys;
 * float8: products of the layers at that rate, their operands and results moved once more, to be scaled and cast;
 * the update, of the stage's parameters, or of a rank's part of them (ZeRO).
 """

@@ -9,7 +9,8 @@ The interval is the factor's: nine of ten runs lie in it if logarithms of measur
 quarter, which counts by its groups beside ``PRIOR`` groups with the spread ``SPREAD``, that of all families together.
 
 What a row leaves open is assumed (``published_defaults.py``): of the settings that fit, the row has the middle of
-those with its software's defaults, and its interval reaches from the fastest of all to the slowest.
+those with its software's defaults (where none of these fits: with what it recomputes next), and its interval reaches
+from the fastest of all to the slowest.
 
 Pairs in the wrong order are counted by the term that decides them, beside what the noise of measurements lets anyone
 order (``published_noise.py``). A last line per family is the interval that the
