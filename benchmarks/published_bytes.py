@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from published_experts import Experts
 from published_hardware import cluster_of
-from published_models import parameters
+from published_models import Sizes, parameters
 from published_prices import Model, Stage, one_pass, stages_of
 from published_rows import Row, node_of, passes_of
 from published_software import Software
@@ -92,16 +92,29 @@ def _of_stage(row: Row, place: int, stage: Stage) -> float:
 
 
 def _kept(row: Row, model: Model) -> float:
-    """Bytes of a layer, as a plan keeps them. Attention that is computed again keeps no scores; what Megatron's
-    sequence parallelism gathers is gathered again."""
+    """Bytes of a layer, as a plan keeps them, or fused kernels do. Attention that is computed again keeps no scores;
+    what Megatron's sequence parallelism gathers is gathered again."""
+    experts = Experts.of(row)  # tokens as they were sent and as they came back
+    exchanged = 0.0 if experts is None else 2 * experts.exchange_bytes(row)
+    if model.sizes is not None and model.sizes.latent is None and model.software.norms and not model.shape.scores:
+        return _kept_fused(model, model.sizes) + exchanged
     scores = model.shape.scores and row["recompute"] != SELECTIVE
     recompute = "gathers" if model.shape.splits_sequence and model.tp > 1 else "none"
     one, two = (
         one_pass(replace(model, shape=replace(model.shape, scores=scores, layers=layers)), recompute)
         for layers in (1, 2)
     )
-    experts = Experts.of(row)  # tokens as they were sent and as they came back
-    return two.kept_bytes - one.kept_bytes + (0 if experts is None else 2 * experts.exchange_bytes(row))
+    return two.kept_bytes - one.kept_bytes + exchanged
+
+
+def _kept_fused(model: Model, sizes: Sizes) -> float:
+    """Inputs and results of both norms; queries, keys, values and their mixture; what meets the gate, and the result:
+    a norm in one kernel keeps no float32 copy, a gate in one not its activation (``SwiGLUFunction`` of Mist and of
+    flash-attn; Transformer Engine's ``LayerNormMLP``)."""
+    shape = model.shape
+    between = 4 * shape.width / (model.tp if shape.splits_sequence else 1)
+    inside = 2 * (sizes.heads + sizes.kv_heads) * sizes.head_size + (3 if sizes.gated else 2) * sizes.width
+    return 2 * shape.batch * shape.sequence * (between + inside / model.tp)
 
 
 def _masks(row: Row, model: Model) -> float:

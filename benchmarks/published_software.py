@@ -59,10 +59,10 @@ class Software:
 
     ``launch``: of its host (None: that of the cluster's device), which ``blocks``: it starts a kernel when the one
     before is done; ``attention``: the parts of the peak that it reaches, forward and backward (None: the device's);
-    ``scores``: attention is written out; ``fused``: with a kernel for causal scores; ``dropout``: there is any;
-    ``compiled``: layers are; ``float8``: their products are; ``balances``: context parallelism gives every rank early
-    and late tokens; ``overlaps``: as ``OVERLAPS``; ``sends_alone``: a stage sends and receives one message after the
-    other.
+    ``scores``: attention is written out; ``fused``: with a kernel for causal scores; ``norms``: norms and gates are one
+    kernel; ``dropout``: there is any; ``compiled``: layers are; ``float8``: their products are; ``balances``: context
+    parallelism gives every rank early and late tokens; ``overlaps``: as ``OVERLAPS``; ``sends_alone``: a stage sends
+    and receives one message after the other.
 
     ``shards``: parameters are gathered (FSDP), in float8 where ``gathers_float8``; ``gathers_late``: for backward when
     that of the layer behind is done, beside nothing; ``reduced_itemsize``: of gradients that are reduced;
@@ -73,6 +73,7 @@ class Software:
     attention: tuple[float, float] | None = None
     scores: bool = False
     fused: bool = False
+    norms: bool = False
     dropout: bool = False
     compiled: bool = False
     float8: bool = False
@@ -100,7 +101,7 @@ class Software:
             )  # fmt: skip
         if is_fused(row):
             overlaps = any(word in name for word in OVERLAPS)
-            return Software(compiled=True, float8=float8, shards=shards, balances=True, overlaps=overlaps)
+            return Software(norms=True, compiled=True, float8=float8, shards=shards, balances=True, overlaps=overlaps)
         if not any(known in name for known in MEGATRON_LIKE):
             is_composer = "composer" in name
             # Composer's DEFAULT reduces in float32, PURE in 16 bits (mosaicml/composer, pull requests 2047 and 2628).
@@ -115,8 +116,8 @@ class Software:
         flash, is_deepspeed = "flash_attn=true" in name, "deepspeed" in name
         return Software(
             MEGATRON_LAUNCH, is_deepspeed and _blocks(row), FLASH if flash else None, scores=not flash,
-            fused="mist" in name, dropout="mist" not in name, float8=float8, balances=True, sends_alone=is_deepspeed,
-            shards=shards,
+            fused="mist" in name, norms="mist" in name, dropout="mist" not in name, float8=float8, balances=True,
+            sends_alone=is_deepspeed, shards=shards,
         )  # fmt: skip
 
 

@@ -543,6 +543,28 @@ def test_a_stage_holds_its_states_and_its_passes_in_flight(monkeypatch: pytest.M
     assert first(zero=1, dp=1) - first(zero=1, dp=2, gpus=8) == 16 / 2 * (2 * layer + end)
 
 
+def test_norms_and_gates_in_one_kernel_keep_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight values of the width and three of the gate's for a token, of as many heads of keys as of queries."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    held, prices = importlib.import_module("published_bytes"), importlib.import_module("published_prices")
+    arch = {**GATED, "kv_heads": 4}
+    row = {
+        **TINY,
+        "framework": "Mist (flash_attn=True)",
+        "arch": arch,
+        "tp": 1,
+        "pp": 1,
+        "gpus": 1,
+        "recompute": "none",
+    }
+    eager = {**row, "framework": "FSDP"}
+    fused, plain = (held._kept(one, prices.Model.of(one, 2)) for one in (row, eager))
+    assert fused == 2 * (2 * 64) * (8 * 64 + 3 * 256)
+    assert plain > 1.2 * fused
+    split = {**row, "tp": 2, "gpus": 2, "framework": "NeMo", "gpu": "H100", "sequence_parallel": True}
+    assert held._kept(split, prices.Model.of(split, 2)) == fused / 2
+
+
 def test_scores_of_the_vocabulary_are_held_as_the_software_takes_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     held = importlib.import_module("published_bytes")
