@@ -53,9 +53,10 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).parent))
 
 from dual_pipe import DualPipe, Layer, events_of
+from published_hardware import cluster_of
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
-from published_prices import cluster_of, unpriced
 from published_prices import seconds_of as priced
+from published_prices import unpriced
 from published_rows import Row, read
 from published_runs import Factor, Found, group_of, quarter
 from published_software import FLASH_1_ON_HOPPER, Software, attending

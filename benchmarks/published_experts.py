@@ -1,6 +1,6 @@
 """Layers of experts in rows of published runs (for ``published_prices.py``), in closed form.
 
-A layer computes as much as a gated network of the width that a token meets (routing is taken as even). What is added is
+A layer computes as much as a network of the width that a token meets (routing is taken as even). What is added is
 that every rank sends its tokens, once for each expert, to the ranks of their experts and receives the results, both
 again in backward; they are copied into the order of the experts before and behind. An expert's weights are split over
 tensor parallelism as others are (Megatron), or whole on a rank of the expert axis, which takes in the ranks of tensor
@@ -32,6 +32,7 @@ class Experts:
     shared: int
     ep: int
     tp: int
+    gated: bool
 
     @staticmethod
     def of(row: Row) -> Experts | None:
@@ -43,7 +44,7 @@ class Experts:
         width = arch.get("expert_ffn") or arch["ffn"]
         return Experts(
             arch["experts"], arch["active_experts"], width, arch.get("shared_experts") or 0, ep,
-            1 if is_whole and ep > 1 else row["tp"],
+            1 if is_whole and ep > 1 else row["tp"], bool(arch.get("gated_mlp")),
         )  # fmt: skip
 
     @property
@@ -52,7 +53,11 @@ class Experts:
 
     def numel(self, hidden: int) -> float:
         """Parameters of a layer's experts on a device, without shared ones."""
-        return 3.0 * hidden * self.width * self.number / (self.ep * self.tp)
+        return (3.0 if self.gated else 2.0) * hidden * self.width * self.number / (self.ep * self.tp)
+
+    def replicas(self, row: Row) -> int:
+        """Devices that have the same experts."""
+        return int(row["gpus"]) // (row["pp"] * self.ep * self.tp)
 
     def exchange_bytes(self, row: Row) -> float:
         """Bytes that a device sends to experts, of a layer and micro-batch."""
@@ -76,8 +81,8 @@ def uneven_experts(row: Row) -> str:
     arch, ep = row["arch"], row.get("ep") or 1
     if not arch.get("experts"):
         return "ep of a model without experts" if ep > 1 else ""
-    if not arch.get("active_experts") or not arch.get("gated_mlp"):
-        return "experts that are not gated, or an unknown number that a token meets"
+    if not arch.get("active_experts"):
+        return "experts, and an unknown number that a token meets"
     experts = Experts.of(row)
     assert experts is not None
     if experts.number % ep or row["gpus"] // row["pp"] % (ep * experts.tp):

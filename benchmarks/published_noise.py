@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import erf, exp, hypot, log, sqrt
 
 import torch
-from published_rows import SETTING, Row, setting_of
+from published_rows import SETTING, Row, passes_of, setting_of
 
 EFFECTS = ("micro_batch", "pp")
 EXACT = 1e-3  # below this, noise is rounding
@@ -77,7 +77,7 @@ def _fitted(rows: Sequence[Row]) -> tuple[dict[str, float], float, int]:
     freedom."""
     work = []
     for row in rows:
-        passes = row["global_batch"] / (row["micro_batch"] * row["dp"]) + (row["pp"] - 1) / (row.get("vpp") or 1)
+        passes = passes_of(row, row["micro_batch"], row["dp"]) + (row["pp"] - 1) / (row.get("vpp") or 1)
         work.append(log(passes * row["micro_batch"] / row["pp"]))
     names = sorted({(name, row[name]) for row in rows for name in EFFECTS})
     design = torch.tensor([[float(row[name] == value) for name, value in names] for row in rows], dtype=torch.float64)

@@ -5,14 +5,18 @@ one pass of one and of two layers is simulated, so that their difference is a la
 loss (on the first and the last stage). The rest of a step is closed form:
 
 * a layer's forward and its backward each begin on an idle device (vTrain's runs on one node are exact sums of layers),
-  and take as long as their kernels and messages, one after the other, each when the host has started it;
+  and take as long as their kernels and messages, one after the other, each when the host has started it (where it
+  blocks: after what the host takes);
 * stages: one pass after the other (1F1B): ``passes`` times the slowest, and the others once, by the chunks of a stage;
+  a stage sends and receives at once, or (DeepSpeed) one message after the other, and gathers what arrives in parts;
 * full recompute: forward once more; selective: attention from its scores on once more; of operators (torchtitan's
   ``op``): every second product once more, counted as half of forward;
-* gradients are added up from pass to pass, and reduced after the last one (Megatron), or parameters are gathered and
-  gradients scattered beside each layer's computation (FSDP), of which the longer counts;
-* context parallelism: tokens are split in their order (assumed: no source says what balances ranks), so that the last
-  rank's queries meet all keys, where those of the first see half of their own;
+* gradients are added up from pass to pass, and reduced after the last one (Megatron; those of experts over the devices
+  that have them), or parameters are gathered and gradients scattered beside each layer's computation (FSDP), of which
+  the longer counts, and copied for that;
+* context parallelism: tokens are split in their order (assumed where no source says what balances ranks), so that the
+  last rank's queries meet all keys, where those of the first see half of their own; Megatron's ranks have early and
+  late tokens, and meet as many keys;
 * float8: products of the layers at that rate, their operands and results moved once more, to be scaled and cast;
 * the update, of the stage's parameters, or of a rank's part of them (ZeRO).
 """
@@ -38,16 +42,28 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from compiled_prices import price_section
 from published_experts import Experts, uneven_experts
+from published_hardware import cluster_of, device_named, likened, node_rate
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
-from published_models import LLAMA, Gated, Llama
-from published_rows import Row, incomplete, is_count, node_of, untimed
+from published_messages import Moves, beside
+from published_models import Llama, Sizes, parameters, sizes_of
+from published_rows import (
+    LATENT,
+    RECOMPUTED,
+    Row,
+    dtype_of,
+    incomplete,
+    is_count,
+    is_ignored,
+    node_of,
+    passes_of,
+    untimed,
+)
 from published_software import KNOWN, Software, attending
 
 import shardwise as sw
 from shardwise.costs.cluster import Cluster, Device
 from shardwise.costs.collectives import Links
 from shardwise.costs.kernels import KernelWork
-from shardwise.costs.machine import family_of
 from shardwise.costs.memory import busiest_program, memory_of_program
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import Event, simulate_program
@@ -56,10 +72,6 @@ from shardwise.plans.bind import program_of
 from shardwise.programs.vjp import VjpCache
 from shardwise.runtime.compiled import compiled_program
 
-# Six stacks of HBM2e (H100 PCIe: five, 2 TB/s). What 500 W leave of the clocks is not known: priced as 700 W.
-MEMORY_BANDWIDTH = {"H100-96GB-HBM2e-500W": 2.4e12}
-MEMORY_BYTES = {"H100-96GB-HBM2e-500W": 96e9}
-REACHED = 0.92  # of a network card, as in the bundled clusters
 # The kernel of apex for the softmax of causal scores reads half of them: on an L4, 67 million scores take 0.847 ms, and
 # 2.307 ms backward (Dazz993/Mist, commit 3895557, mist/node_database/cache_NVIDIA_L4). Megatron has it as well, but
 # what it reaches on an A100 is not known; with these parts of the bandwidth its runs were predicted worse.
@@ -78,16 +90,19 @@ OF_STAGES = re.compile(r"layer_partitions (\[[\d, ]*\]), .*?per-stage \[[^]]*\] 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of a row on the ``tp`` devices that its layers are split over, with a micro-batch of it."""
+    """A model of a row on the ``tp`` devices that its layers are split over, with a micro-batch of it. ``sizes``: of a
+    Llama (None: a GPT-2); ``attended``: of the keys that whole causal attention meets, those of a window."""
 
     shape: Shape
-    gated: Gated | None
+    sizes: Sizes | None
     tp: int
     gpu: str
     node: int
     interconnect: str
     software: Software
     cp: int = 1
+    attended: float = 1.0
+    dtype: str = "bf16"
 
     @staticmethod
     def of(row: Row, micro_batch: int) -> Model:
@@ -99,17 +114,25 @@ class Model:
             arch["hidden"], arch["heads"], 1, row["seq"] // cp, micro_batch, software.scores,
             bool(row.get("sequence_parallel")), vocab,
         )  # fmt: skip
-        # Ranks that have no heads of keys and values for themselves share some.
-        experts = Experts.of(row)
-        width = arch["ffn"] if experts is None else experts.computed_width
-        gated = None
-        if arch.get("gated_mlp"):
-            gated = Gated(max(arch["kv_heads"], tp), width, arch.get("head_dim") or arch["hidden"] // arch["heads"])
-        return Model(shape, gated, tp, row["gpu"], min(node_of(row), tp), row.get("interconnect") or "", software, cp)
+        window = min((arch.get("window") or row["seq"]) / row["seq"], 1.0)
+        node = max(size for size in range(1, min(node_of(row), tp) + 1) if not tp % size)
+        return Model(
+            shape, sizes_of(row), tp, row["gpu"], node, row.get("interconnect") or "", software, cp,
+            2 * window - window**2, dtype_of(row["precision"]),
+        )  # fmt: skip
+
+    @property
+    def blocks(self) -> int:
+        """How many times the scores that a rank's queries have with their own keys, half of which count, the slowest
+        rank computes: all with the last queries of an order, or as many as all others where ranks have early and late
+        ones (``get_batch_on_this_cp_rank`` of Megatron-LM)."""
+        return self.cp if self.software.balances else 2 * self.cp - 1
 
     @property
     def half(self) -> torch.dtype:
-        return torch.float16 if family_of(self.gpu)[0] == "v100" else torch.bfloat16  # as long where both exist
+        if self.dtype in ("f32", "tf32"):
+            return torch.float32
+        return torch.float16 if device_named(self.gpu) == "v100" else torch.bfloat16  # as long where both exist
 
     def cluster(self) -> Cluster:
         return cluster_of(self.gpu, self.tp, self.node, self.interconnect)
@@ -126,43 +149,16 @@ class Half:
     def __sub__(self, other: Half) -> Half:
         return Half(self.busy - other.busy, self.started - other.started)
 
-    def seconds(self, launch: float, order: Sequence[float] = ()) -> float:
+    def seconds(self, launch: float, order: Sequence[float] = (), blocks: bool = False) -> float:
         """Where the host takes ``launch`` seconds to start one, of a device that has nothing else to do before.
-        ``order``: what each of them takes."""
+        ``order``: what each of them takes; ``blocks``: the host starts one when the one before is done."""
+        if blocks:
+            return self.busy + launch * self.started
         idle = taken = 0.0
         for number, own in enumerate(order, 1):
             idle = max(idle, launch * number - taken)
             taken += own
         return max(self.busy + idle, launch * self.started)
-
-
-def node_rate(interconnect: str) -> float | None:
-    """Gb/s of a node's network cards together, where a row states them."""
-    if match := re.search(r"(\d+) Gb/s per node", interconnect):
-        return float(match[1])
-    if match := re.search(r"(\d+)x (?:HDR|Omni-Path )(\d+)", interconnect):
-        return float(match[1]) * float(match[2])
-    return None
-
-
-@cache
-def cluster_of(gpu: str, gpus: int, per_node: int, interconnect: str) -> Cluster:
-    """The hardware of a row: a bundled cluster, with the links that the row states."""
-    inside = min(per_node, gpus)
-    cluster = Cluster.load(f"{family_of(gpu)[0]}-{max(gpus // inside, 1)}x{inside}")
-    bandwidth = MEMORY_BANDWIDTH.get(gpu, cluster.device.memory_bandwidth)
-    memory = MEMORY_BYTES.get(gpu, cluster.device.memory_bytes)
-    node, *network = cluster.levels
-    rate = node_rate(interconnect)
-    if rate is not None:
-        network = [replace(level, bandwidth=rate * 1e9 / 8 / inside * REACHED) for level in network]
-    if "NVSwitch" in interconnect:  # any two GPUs have all links of one
-        node = replace(node, group_bandwidths=())
-    return replace(
-        cluster,
-        device=replace(cluster.device, memory_bandwidth=bandwidth, memory_bytes=memory),
-        levels=(node, *network),
-    )
 
 
 @dataclass(frozen=True)
@@ -178,10 +174,12 @@ class OwnPrices(Prices):
     def kernel(self, work: KernelWork) -> float:
         assert self.model is not None
         if work.kind in ("attention", "attention_backward"):
-            return (2 * self.model.cp - 1) * super().kernel(work)
+            return self.model.attended * self.model.blocks * super().kernel(work)
         if self.model.software.fused and work.kind in CAUSAL_SOFTMAX and work.dtype != "f32":  # not that of the loss
             rate = self.device.memory_bandwidth * CAUSAL_SOFTMAX[work.kind]
             return self.device.kernel_latency + work.num_bytes / rate
+        if self.model.dtype == "tf32" and work.flops:
+            return super().kernel(replace(work, dtype="tf32"))
         if not self.model.software.float8 or not work.flops or work.kind:
             return super().kernel(work)
         return super().kernel(replace(work, dtype="f8")) + self.moved(work.num_bytes)
@@ -219,7 +217,7 @@ def one_pass(model: Model, recompute: str) -> OnePass:
     """A pass of a model whose layers are split over devices of one node. ``recompute``: as ``sw.plan`` takes it."""
     shape, software = model.shape, model.software
     with torch.device("meta"):
-        module: nn.Module = Llama(shape, model.gated) if model.gated else Gpt(shape)
+        module: nn.Module = Llama(shape, model.sizes) if model.sizes else Gpt(shape)
         module = module.to(model.half)
         for part in module.modules():
             if not software.dropout and isinstance(part, nn.Dropout):
@@ -229,7 +227,7 @@ def one_pass(model: Model, recompute: str) -> OnePass:
     whole = {} if shape.splits_sequence or not software.scores else WHOLE
     if not software.dropout:
         whole = {name: strategy for name, strategy in whole.items() if not name.startswith("*.after")}
-    strategies = LLAMA if model.gated else MEGATRON | whole
+    strategies = model.sizes.strategies() if model.sizes else MEGATRON | whole
     plan = sw.plan(
         module, (ids, ids), cluster, mesh=sw.Mesh(tp=model.tp), strategies=strategies | {"tokens": "v@tp"},
         search="sharding_propagation", recompute=recompute,
@@ -242,7 +240,10 @@ def one_pass(model: Model, recompute: str) -> OnePass:
         program = compiled_program(program, nobody, torch.device("cpu"), generate=price_section)
     prices = OwnPrices(Links(cluster, plan.mesh), "none", model=model)
     kept_bytes = memory_of_program(program, prices).kept_bytes
-    return OnePass.of(simulate_program(program, prices).events, kept_bytes, shape.layers)
+    events = simulate_program(program, prices).events
+    if software.overlaps:  # all but the first part of a message is sent beside the product that the parts belong to
+        events = [replace(event, seconds=event.seconds / model.tp) if event.stream else event for event in events]
+    return OnePass.of(events, kept_bytes, shape.layers)
 
 
 def _half(events: Sequence[Event]) -> Half:
@@ -281,9 +282,10 @@ def pass_of(row: Row, micro_batch: int) -> Pass:
     one, two = (one_pass(replace(model, shape=replace(shape, layers=layers)), "none") for layers in (1, 2))
     pairs = list(zip(one.halves, two.halves, strict=True))
     tokens = shape.batch * shape.sequence
-    layer = [(b - a).seconds(launch, order) for (a, b), order in zip(pairs, two.orders, strict=True)]
-    embedding = sum(half.seconds(launch) for half in one.embedding)
-    head = max(sum((a - (b - a)).seconds(launch) for a, b in pairs) - embedding, 0.0)
+    blocks = software.blocks
+    layer = [(b - a).seconds(launch, order, blocks) for (a, b), order in zip(pairs, two.orders, strict=True)]
+    embedding = sum(half.seconds(launch, blocks=blocks) for half in one.embedding)
+    head = max(sum((a - (b - a)).seconds(launch, blocks=blocks) for a, b in pairs) - embedding, 0.0)
     if shape.vocab * model.half.itemsize % ROW_BYTES:
         head += (UNALIGNED - 1) * 6 * tokens * shape.width * shape.vocab / model.tp / device.matmul_flops("bf16")
     if shape.scores and shape.width // shape.heads * model.half.itemsize % ROW_BYTES:
@@ -308,13 +310,18 @@ class Stage:
 
 def stages_of(row: Row) -> list[Stage]:
     """The stages of a row, the last one with the head, and with what is left where layers do not divide (as BigScience
-    says of DeepSpeed: 78 layers in 12 stages are 11 times 7 and one). Where they differ otherwise, the row's notes list
-    them; empty where these cannot be read."""
+    says of DeepSpeed: 78 layers in 12 stages are 11 times 7 and one), unless they do with embedding and head as a layer
+    each (its ``type:transformer|embedding``; ``account_for_embedding_in_pipeline_split`` of Megatron). Where they
+    differ otherwise, the row's notes list them; empty where these cannot be read."""
     recompute, pp = row["recompute"], row["pp"]
     if not recompute.startswith("per stage"):
-        most, total = ceil(row["arch"]["layers"] / pp), row["arch"]["layers"]
-        again = {"full": 1.0, "selective(op)": 0.5}.get(recompute, 0.0)
-        counts = [max(0, min(most, total - most * number)) for number in range(pp)]
+        total, again = row["arch"]["layers"], RECOMPUTED[recompute]
+        chunks = pp * (row.get("vpp") or 1)
+        if total % chunks and not (total + 2) % chunks:  # embedding and head count as layers
+            counts = [(total + 2) // pp - (number == 0) - (number + 1 == pp) for number in range(pp)]
+        else:
+            most = ceil(total / pp)
+            counts = [max(0, min(most, total - most * number)) for number in range(pp)]
         return [Stage(layers, again * layers, row["micro_batch"], row["dp"]) for layers in counts]
     found = OF_STAGES.search(row.get("notes") or "")
     again = re.fullmatch(r"per stage: (\[[\d, ]*\])", recompute)
@@ -331,21 +338,6 @@ def stages_of(row: Row) -> list[Stage]:
     return [Stage(n, count, *one[:2], tuple(one[3:])) for n, count, one in zip(layers, counts, own, strict=True)]
 
 
-def parameters(row: Row) -> tuple[float, float]:
-    """Return a device's parameters of a layer, and of embedding and positions (of a gated model: of embedding or
-    head)."""
-    arch, width, tp = row["arch"], row["arch"]["hidden"], row["tp"]
-    if not arch.get("gated_mlp"):
-        layer = 4 * width**2 + 2 * width * arch["ffn"] + 13 * width
-        return layer / tp, (arch["vocab"] + row["seq"]) * width / tp
-    heads = (arch.get("head_dim") or width // arch["heads"]) * (arch["heads"] + arch["kv_heads"])
-    layer, experts = 2 * width * heads + 2 * width, Experts.of(row)
-    if experts is None:
-        return (layer + 3 * width * arch["ffn"]) / tp, arch["vocab"] * width / tp
-    layer += width * experts.number + 3 * width * experts.shared * experts.width
-    return layer / tp + experts.numel(width), arch["vocab"] * width / tp
-
-
 def unpriced(row: Any) -> str:
     """Why the seconds of a row cannot be predicted or compared; empty where they can."""
     return untimed(row) or unplanned(row)
@@ -355,38 +347,33 @@ def unplanned(row: Any) -> str:
     """Why the setting of a row cannot be priced; empty where it can."""
     if missing := incomplete(row):
         return missing
-    arch, tp = row["arch"], row["tp"]
-    if not family_of(row["gpu"])[1]:
-        return f"no bundled device: {row['gpu']}"
+    if not device_named(row["gpu"]):
+        return f"no bundled device, nor one like it: {row['gpu']}"
     if node_rate(row.get("interconnect") or "") == 0:
         return "interconnect: a network without bandwidth"
     if problem := uneven_experts(row):
         return problem
-    if not arch.get("gated_mlp") and (arch["kv_heads"] != arch["heads"] or arch["ffn"] != 4 * arch["hidden"]):
-        return "a model of another kind than GPT and Llama"
     if not stages_of(row):
         return "stages that differ and are not listed"
-    if (arch["hidden"] % arch["heads"] and not arch.get("head_dim")) or arch["heads"] % arch["kv_heads"]:
+    if row["arch"]["hidden"] % row["arch"]["heads"] and not row["arch"].get("head_dim"):
         return "a width that its heads do not divide"
-    if arch["vocab"] < tp:
+    if row["arch"]["vocab"] < row["tp"]:
         return "a vocabulary smaller than tp"
-    width = arch["ffn"] if (experts := Experts.of(row)) is None else experts.computed_width
-    if arch["heads"] % tp or width % tp or (arch["kv_heads"] % tp and tp % arch["kv_heads"]):
-        return "heads that tp does not divide"
-    if tp > node_of(row) and tp % node_of(row):
-        return "tp over parts of nodes"
+    if row["arch"].get("kv_lora_rank") and not all(row["arch"].get(name) for name in LATENT[2:]):
+        return "latent attention without the sizes of its heads"
     return ""
 
 
 def approximated(row: Row) -> str:
     """What of a row is priced by a rule of thumb; empty where nothing is."""
     said = []
-    if "fp8" in row["precision"].casefold():
+    if dtype_of(row["precision"]) == "f8":
         said.append("fp8: products at its rate, operands and results moved once more")
-    if "PCIE" in row["gpu"].upper() and family_of(row["gpu"])[0].startswith("a100"):
-        said.append("device: an A100 SXM with its links")
-    if row["gpu"] in MEMORY_BANDWIDTH:
-        said.append("device: an H100 SXM with other memory")
+    if "fp4" in row["precision"].casefold():
+        said.append("fp4: at the rate of fp8")
+    if other := likened(row["gpu"]):
+        said.append(other)
+    said += _padded(row)
     if (row.get("cp") or 1) > 1:
         said.append("cp: keys and values arrive beside attention")
     if not any(known in row["framework"].casefold() for known in KNOWN):
@@ -398,42 +385,18 @@ def approximated(row: Row) -> str:
     return "; ".join(said)
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """What a row's replicas exchange, over ``axes``; ``itemsize``: of the gradients that are added up and reduced;
-    ``gathered_itemsize``: of parameters that are gathered."""
-
-    links: Links
-    axes: tuple[str, ...]
-    itemsize: int
-    gathered_itemsize: int
-
-    @staticmethod
-    def of(row: Row, cluster: Cluster) -> Moves:
-        sizes = {name: row.get(name) or 1 for name in ("pp", "dp", "cp", "tp")}
-        links = Links(cluster, sw.Mesh({name: size for name, size in sizes.items() if size > 1} or {"dp": 1}))
-        axes = tuple(part for name in ("dp", "cp") if sizes[name] > 1 for part in links.mesh.expand(name))
-        software = Software.of(row)
-        itemsize = 4 if "fp32 grad" in row["precision"] else software.reduced_itemsize
-        return Moves(links, axes, itemsize, 1 if software.gathers_float8 else 2)
-
-    def gathered(self, numel: float) -> float:
-        return self.links.seconds("all_gather", self.axes, self.gathered_itemsize * numel) if self.axes else 0.0
-
-    def scattered(self, numel: float) -> float:
-        return self.links.seconds("reduce_scatter", self.axes, self.itemsize * numel) if self.axes else 0.0
-
-    def reduced(self, numel: float) -> float:
-        return self.links.seconds("all_reduce", self.axes, self.itemsize * numel) if self.axes else 0.0
-
-    def sent(self, num_bytes: float) -> float:
-        """To the next stage, and the cotangent back."""
-        return 2 * self.links.seconds("collective_permute", self.links.mesh.expand("pp"), num_bytes)
-
-
-def beside(device: Device, computed: float, sent: float) -> float:
-    """Return the seconds of kernels beside messages, which slow them down while they last (``Device.overlap``)."""
-    return max(computed + (1 - device.overlap) * sent, sent)
+def _padded(row: Row) -> list[str]:
+    """Return what of a row is priced as more than it states, or not at all."""
+    arch, tp, said = row["arch"], row["tp"], []
+    if arch["heads"] % tp or (arch["kv_heads"] % tp and tp % arch["kv_heads"]):
+        said.append("heads: padded to what tp divides")
+    if row["global_batch"] % (row["micro_batch"] * row["dp"]):
+        said.append("global_batch: a last pass as long as the others")
+    if arch.get("kv_lora_rank"):
+        said.append("latent attention: every layer alike")
+    if ignored := sorted(name for name, value in arch.items() if value and is_ignored(name, value)):
+        said.append(f"not in the price: arch.{', arch.'.join(ignored)}")
+    return said
 
 
 def seconds_of(row: Row) -> float:
@@ -444,48 +407,65 @@ def seconds_of(row: Row) -> float:
 def terms_of(row: Row) -> dict[str, float]:
     """Return the seconds of a predicted step by what they go to: those of the slowest stage for all passes, the others'
     for one (``bubble``), and what is done once."""
-    cp, vpp = row.get("cp") or 1, row.get("vpp") or 1
-    shards = Software.of(row).shards
+    cp, vpp, software = row.get("cp") or 1, row.get("vpp") or 1, Software.of(row)
     cluster = cluster_of(row["gpu"], row["gpus"], node_of(row), row.get("interconnect") or "")
     moves, (per_layer, table) = Moves.of(row, cluster), parameters(row)
-    passes = row["global_batch"] // (row["micro_batch"] * row["dp"])
+    passes, is_fsdp = passes_of(row, row["micro_batch"], row["dp"]), software.shards and row["pp"] == 1
+    experts = Experts.of(row)
+    experts_numel = 0.0 if experts is None else experts.numel(row["arch"]["hidden"])
     stages, once = [], []
     for number, stage in enumerate(stages_of(row)):
-        terms = _pass_terms(row, stage, moves, passes)
+        is_end = [number == 0, number + 1 == row["pp"]]
+        terms = _pass_terms(row, stage, moves, passes, 2 if vpp > 1 else 2 - sum(is_end))
         own = pass_of(row, stage.micro_batch)
-        ends = [own.embedding] * (number == 0) + [own.head] * (number + 1 == row["pp"])
-        terms["embedding and head"] = sum(ends)
+        terms["embedding and head"] = own.embedding * is_end[0] + own.head * is_end[1]
+        if any(is_end) and passes > 1 and not is_fsdp:
+            terms["gradients added"] += moves.added(table)
         stages.append(terms)
-        held = per_layer * stage.layers + table
-        behind = moves.gathered(held) + moves.scattered(held) if shards else moves.reduced(held)
-        update = _update(cluster, held / (stage.dp * cp if row["zero"] else 1))
-        once.append({"replicas": 0.0 if shards and row["pp"] == 1 else behind, "update": update})
+        held, own_numel = per_layer * stage.layers + table, experts_numel * stage.layers
+        behind = moves.after_step(held - own_numel)
+        if experts is not None:
+            behind += Moves.of_experts(row, cluster, experts).after_step(own_numel)
+        if software.overlaps:  # beside the passes before and behind an update
+            behind = max(0.0, behind - stage.layers * (own.forward + own.backward))
+        numel = (held - own_numel) / (stage.dp * cp if row["zero"] else 1)
+        numel += own_numel / (experts.replicas(row) if experts is not None and row["zero"] else 1)
+        update = _update(cluster, numel * software.update_bytes)
+        once.append({"replicas": 0.0 if is_fsdp else behind, "update": update})
     taken = [sum(terms.values()) for terms in stages]
-    slowest = stages[taken.index(max(taken))]
-    bubble = (sum(taken) - max(taken)) / vpp
+    number = taken.index(max(taken))
+    # The first pass to arrive meets no message of the other direction.
+    unmet = sum(0.5 * terms["stages"] for terms in (*stages[:number], *stages[number + 1 :]) if software.sends_alone)
+    bubble = (sum(taken) - max(taken) - unmet) / vpp
     last = max(once, key=lambda terms: sum(terms.values()))
-    return {name: passes * seconds for name, seconds in slowest.items()} | {"bubble": bubble} | last
+    return {name: passes * seconds for name, seconds in stages[number].items()} | {"bubble": bubble} | last
 
 
-def _pass_terms(row: Row, stage: Stage, moves: Moves, passes: int) -> dict[str, float]:
+def _pass_terms(row: Row, stage: Stage, moves: Moves, passes: int, neighbours: int) -> dict[str, float]:
     """Return the seconds of a stage for one pass, without embedding and head."""
-    own, device = pass_of(row, stage.micro_batch), moves.links.cluster.device
+    own, device, own_software = pass_of(row, stage.micro_batch), moves.links.cluster.device, Software.of(row)
     (per_layer, ends), experts = parameters(row), Experts.of(row)
     exchange = 0.0 if experts is None else experts.exchange_seconds(row, moves.links.cluster)
     replicas = stages = 0.0
-    # A gradient is read and added to what is there.
-    adding = (2 + 2 * moves.itemsize) * per_layer / device.bytes_per_second() if passes > 1 else 0.0
-    if Software.of(row).shards and row["pp"] == 1:
+    adding = moves.added(per_layer) if passes > 1 else 0.0
+    if own_software.shards and row["pp"] == 1:
         adding = 0.0
         gathered, scattered = moves.gathered(per_layer), moves.scattered(per_layer)
         again = gathered if row["zero"] == 3 else 0.0  # parameters stay after forward (SHARD_GRAD_OP)
-        late = again if Software.of(row).gathers_late else 0.0
+        late = again if own_software.gathers_late else 0.0
         for computed, sent in ((own.forward, gathered), (own.backward, again - late + scattered)):
             replicas += stage.layers * (beside(device, computed + exchange, sent) - computed - exchange)
         replicas += stage.layers * late + moves.gathered(ends) * (2 if again else 1) + moves.scattered(ends)
+        copied = own_software.copied_bytes * (stage.layers * per_layer + ends) if moves.axes else 0.0
+        replicas += copied / device.bytes_per_second()
     elif row["pp"] > 1:  # scattered over tp on its way, as Megatron does
         tokens = stage.micro_batch * row["seq"] / (row.get("cp") or 1)
-        stages = (row.get("vpp") or 1) * moves.sent(2 * tokens * row["arch"]["hidden"] / row["tp"])
+        num_bytes = 2 * tokens * row["arch"]["hidden"]
+        together = row["tp"] > 1 and not row.get("sequence_parallel")
+        arrived = moves.links.seconds("all_gather", moves.links.mesh.expand("tp"), num_bytes) if together else 0.0
+        # Of a neighbour, what is sent and received at once, or one message after the other.
+        messages = neighbours * (2 if own_software.sends_alone else 1)
+        stages = (row.get("vpp") or 1) * (messages * moves.sent(num_bytes / row["tp"]) + neighbours * arrived)
     is_selective = row["recompute"] == "selective(attention core)"
     return {
         "layers": stage.layers * (own.forward + own.backward),
@@ -497,6 +477,6 @@ def _pass_terms(row: Row, stage: Stage, moves: Moves, passes: int) -> dict[str, 
     }
 
 
-def _update(cluster: Cluster, numel: float) -> float:
-    """AdamW on float32 weights and moments, from gradients of two bytes, which writes weights of two bytes."""
-    return Prices(Links(cluster, sw.Mesh(dp=cluster.num_devices))).kernel(KernelWork("update", num_bytes=numel * 28))
+def _update(cluster: Cluster, num_bytes: float) -> float:
+    """Of AdamW, which moves so many bytes."""
+    return Prices(Links(cluster, sw.Mesh(dp=cluster.num_devices))).kernel(KernelWork("update", num_bytes=num_bytes))

@@ -9,7 +9,8 @@ The interval is the factor's: nine of ten runs lie in it if logarithms of measur
 quarter, which counts by its groups beside ``PRIOR`` groups with the spread ``SPREAD``, that of all families together.
 
 What a row leaves open is assumed (``published_defaults.py``): of the settings that fit, the row has the middle of
-those with its software's defaults, and its interval reaches from the fastest of all to the slowest.
+those with its software's defaults (where none of these fits: with what it recomputes next), and its interval reaches
+from the fastest of all to the slowest.
 
 Pairs in the wrong order are counted by the term that decides them, beside what the noise of measurements lets anyone
 order (``published_noise.py``). A last line per family is the interval that the
@@ -272,7 +273,10 @@ def priced(row: Any) -> Priced:
         seconds = [] if reason else [seconds_of(setting.row) for setting, _ in fitting]
     except (sw.ShardwiseError, RuntimeError) as error:  # torch's, of tensors that are too large to be described
         return Priced(reason=reason or f"cannot be planned: {str(error).splitlines()[0]}")
-    defaults = [i for i, (setting, _) in enumerate(fitting) if setting.is_default] or list(range(len(fitting)))
+    defaults = [i for i, (setting, _) in enumerate(fitting) if setting.is_default]
+    if not defaults:  # what the software does next, where that does not fit
+        first = fitting[0][0].row["recompute"]
+        defaults = [i for i, (setting, _) in enumerate(fitting) if setting.row["recompute"] == first]
     if reason:
         setting, peak = fitting[min(defaults, key=lambda i: fitting[i][1])]
         return Priced(setting.row, peak, reason=reason)

@@ -73,5 +73,6 @@ def test_a_setting_of_megatron_is_priced_as_a_row(known: ModuleType) -> None:
     bloom, gpt = rows["bloom-176b-384"], rows["gpt3-175b-64"]
     assert (bloom["micro_batch"], bloom["pp"], bloom["vpp"]) == (2, 12, 1)
     assert (gpt["micro_batch"], gpt["pp"], gpt["vpp"], gpt["dp"]) == (1, 8, 3, 1)
-    assert [stage.layers for stage in prices.stages_of(bloom)] == [6] * 11 + [4], "the last has what is left"
+    stages = [stage.layers for stage in prices.stages_of(bloom)]
+    assert stages == [5, *[6] * 10, 5], "embedding and head count as layers"
     assert sum(stage.layers for stage in prices.stages_of(gpt)) == 96
