@@ -39,7 +39,6 @@ from shardwise.graph.annotate import AnnotatedRegion, Annotation, checked_strate
 from shardwise.graph.attention_masks import fold_masks
 from shardwise.graph.attention_sinks import fuse_sinks
 from shardwise.graph.autocast import no_autocast
-from shardwise.graph.batch import batch_size, num_samples
 from shardwise.graph.bodies import NotRepeated
 from shardwise.graph.call_arguments import call_module, divide_targets, find_loss
 from shardwise.graph.code_reachability import empty_tensor_caches, reachable_code
@@ -156,7 +155,6 @@ def capture(
         if isinstance(leaf, torch.Tensor)
     )
     examples = tuple(entry.example for entry in inputs)
-    _check_samples(num_samples((args, kwargs)), loss is not None)
 
     code = reachable_code(module, loss, [leaf for _, leaf in leaves if isinstance(leaf, FunctionType)])
 
@@ -184,8 +182,10 @@ def capture(
         except NotRepeated:
             traced = trace(called, regions, repeats=False)
             converted = _to_graph(traced, module, inputs, precision, heads)
+        except ZeroDivisionError as error:
+            what = "the backward of a mean divides by the number of its elements, which is 0 for these inputs"
+            raise CaptureError(what, fix="pass a batch with samples") from error
         graph, constants, scopes, memories, segments = converted
-    _check_samples(batch_size(graph), graph.loss is not None)
     announce_selective(segments)
     annotations = tuple(
         Annotation(scope, region.strategy, region.out_strategy, region.source)
@@ -211,11 +211,6 @@ class InputTensor:
         if (dtype := precision.computed(leaf.dtype)) != leaf.dtype:
             example, stored = torch.empty_like(example, dtype=dtype, device="meta"), leaf.dtype
         return InputTensor(leaf_name(path), example.requires_grad_() if leaf.requires_grad else example, stored)
-
-
-def _check_samples(count: int | None, has_loss: bool) -> None:
-    if count == 0 and has_loss:
-        raise CaptureError("the batch has 0 samples: its loss has no gradient", fix="pass a batch with samples")
 
 
 def _is_among(path: tuple[Any, ...], num_args: int, kwargs: Collection[str]) -> bool:

@@ -105,7 +105,8 @@ class Builder:
         """Return the name of ``value`` in layout ``target``, and add a conversion if needed. Without gradient,
         replicated and invariant are the same."""
         shared = self.shared.get(value)
-        if shared is None or (shared.keyed_axes and self.keyed.current is None):  # a router reads what travels later
+        # A router reads what travels later; products whose experts are split over other axes need other rows.
+        if shared is None or (shared.keyed_axes and (self.keyed.current is None or shared != target)):
             return self.converted(value, value, target, op)
         if value not in self._shared_as:
             self._shared_as[value] = self.converted(value, value, shared, op)
