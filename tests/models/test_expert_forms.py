@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -32,6 +33,7 @@ from shardwise.errors import PlanWarning
 from shardwise.graph.capture import capture
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Ref
+from shardwise.plans.entries import SharedEntry
 
 FORMS: dict[str, tuple[type[Mixture], int]] = {  # products
     "batched": (Batched, 2),
@@ -440,3 +442,25 @@ def test_numbers_of_experts_are_those_of_an_index(strategy: str) -> None:
     for wrong in (4, -5):
         with raises(IndexError, wrong, "out of bounds"):
             sw.verify(module, (x, torch.tensor([0, 1, wrong, 3, 2, 2])), plan)
+
+
+class TwoProducts(Batched):
+    def mix(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        rows, of_rows = tokens.repeat_interleave(2, 0), chosen.reshape(-1)
+        hidden = torch.bmm(rows.unsqueeze(1), self.up[of_rows]).squeeze(1)
+        results = torch.bmm(torch.tanh(hidden).unsqueeze(1), self.down[of_rows]).squeeze(1)
+        return (results * weights.reshape(-1, 1)).view(-1, 2, WIDTH).sum(1)
+
+
+def test_products_of_one_row_may_be_split_over_other_axes() -> None:
+    """Keys that arrived for the first product are not those of the second one, whose rows are elsewhere."""
+    module, x = TwoProducts(), torch.randn(8, 8, WIDTH)
+    plan = sw.plan(module, (x,), 4, mesh=sw.Mesh(a=2, b=2), strategies={"": "K@a"}).plan
+    (second,) = (entry for entry in plan.only_stage.operators if entry.name == "/grouped_mm_1")
+    other = tuple(
+        replace(entry, strategy="K@b s.0@a") if entry is second else entry for entry in plan.only_stage.operators
+    )
+    shared = (SharedEntry("/index", "[128@b] keyed(a)"),)
+    plan = plan.revised(operators=other, conversions=None, shared=shared)
+    report = sw.verify(module, (x,), plan)
+    assert report.ok, report

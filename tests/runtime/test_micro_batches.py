@@ -27,7 +27,7 @@ from models.zoo_own import DLRM, dlrm_inputs
 from raising import raises
 from runtime.interpreted import interpret_section
 from runtime.training import Differentiate, Trained, check_ranks, loss_of, step_or_differentiate, train
-from shardwise.errors import PlanWarning, ShardwiseError
+from shardwise.errors import CaptureError, PlanWarning, ShardwiseError
 from shardwise.graph.to_float64 import Reference, reference_mode
 from shardwise.planning import execute
 from shardwise.plans import micro_batch_search
@@ -198,7 +198,7 @@ def calls_of_all_kinds() -> dict[str, Any]:
     par.eval()
     with torch.no_grad():
         found["evaluated"] = [par(x[:n], y[:n]).item() for n in (8, 4, 3)]
-    with raises(ShardwiseError, "par.step", "args[1]"):
+    with raises(CaptureError, 8, 7):
         par.step(x, y[:7])
     local = sw.parallelize(module, plan, inputs="local")
     half = slice(4 * rank, 4 * rank + 4)
