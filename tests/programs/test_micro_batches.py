@@ -379,6 +379,26 @@ def test_a_loss_that_is_no_sum_over_micro_batches_is_refused_by_operator_and_lin
     assert sw.plan(kind(), (rows(6),), 2, mode="data_parallel", micro_batch=BATCH).micro_batches == 1
 
 
+class SequenceFirst(nn.Module):
+    """Steps of a sequence are the first dim of what it reads, and samples the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.over, self.head = nn.GRU(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(self.over(x)[0][-1]), y)
+
+
+def test_inputs_that_disagree_on_their_samples_are_named_and_no_term_is_suggested():
+    inputs = (rows(4, 6), labels()[:4])
+    with raises(PlanError, "micro-batches", fix=("args[0]", 8, "args[1]", 4)) as caught:
+        sw.plan(SequenceFirst(), inputs, 2, mode="data_parallel", micro_batch=2)
+    assert "per_micro_batch" not in caught.value.fix
+    with pytest.warns(PlanWarning, match=r"dim 0 of args\[0\], and args\[1\] has 4"):
+        sw.plan(SequenceFirst(), inputs, 2, mode="data_parallel", micro_batch=2, per_micro_batch=["loss"])
+
+
 # ------------------------------------------------------------------------------------------------------------ mutations
 
 

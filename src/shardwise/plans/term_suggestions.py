@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, PlanWarning, listed, warn_user
+from shardwise.graph.batch import batch_size
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.ir import Graph, Op, Ref, refs
 from shardwise.graph.loss_terms import LOSS
@@ -21,7 +22,9 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=[./])|^\d+(?=[./])")  # in a path of modules
 
 def check_terms(graph: Graph) -> None:
     """Raise PlanError for an output that is a sum over micro-batches anyway, or if all terms are. A module may compute
-    such a term beside one that is none."""
+    such a term beside one that is none. Warn of inputs that every micro-batch has whole."""
+    if graph.terms and (whole := _without_samples(graph)):
+        warn_user(f"per_micro_batch: {whole}; every micro-batch has these whole", PlanWarning)
     sums = [(value, name) for value, name in graph.terms if _is_sum(graph, value)]
     for value, name in sums:
         if "/" in name and len(sums) < len(graph.terms):
@@ -49,12 +52,25 @@ def suggesting_terms(error: PlanError, graph: Graph, output_names: Sequence[str]
     there are such."""
     if error.fix != FIX or graph.terms:
         return error
+    if whole := _without_samples(graph):
+        fix = f"pass inputs whose first dim is the samples ({whole}); or {FIX}"
+        return PlanError(error.what, op=error.op, source=error.source, fix=fix)
     names = _suggested(graph, output_names)
     if not names:
         return error
     shown = ", ".join(f'"{name}"' for name in names)
     fix = f"average it over micro-batches, as gradient accumulation does: per_micro_batch=[{shown}]; or {FIX}"
     return PlanError(error.what, op=error.op, source=error.source, fix=fix)
+
+
+def _without_samples(graph: Graph) -> str:
+    """Return as text the rows of the inputs that have others than the batch has samples, or ""."""
+    inputs = [source for source in graph.sources if source.kind == "input"]
+    rows = {s.names[0]: graph.by_name[s.value].shape[0] for s in inputs if graph.by_name[s.value].shape}
+    others = [f"{name} has {count}" for name, count in rows.items() if count != batch_size(graph)]
+    if not others:
+        return ""
+    return f"the batch has {batch_size(graph)} samples, dim 0 of {next(iter(rows))}, and {listed(others)}"
 
 
 def _suggested(graph: Graph, output_names: Sequence[str]) -> tuple[str, ...]:
