@@ -458,6 +458,20 @@ def test_operands_of_two_dtypes_are_refused_where_kernels_take_one(call):
         capture(Narrow(), (torch.rand(4, 4),))
 
 
+def test_a_forward_that_was_compiled_on_its_own_is_captured_as_before() -> None:
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.rand(3, 4).double()
+    before = capture(module, (x,)).graph
+    for owner in (module[0], module):
+        owner.forward = torch.compile(owner.forward, backend="eager")
+    assert capture(module, (x,)).graph.ops == before.ops
+    plan = sw.plan(module, (x,), 2, loss=lambda out: out.square().sum(), mode="data_parallel")
+    prove(module, (x,), plan, loss=lambda out: out.square().sum())
+    around = module[2].forward
+    module[2].forward = lambda rows: around(rows)
+    with raises(CaptureError, [2, 4], source="test_capture_errors.py", fix="m.forward"):
+        capture(module, (x,))
+
+
 REFUSED = {  # inputs of two layers and their loss: what the message has
     "whole numbers": (
         (torch.ones(8, 4, dtype=torch.int64), torch.rand(8, 2)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from types import MethodType
 from typing import Any
 
 import torch
@@ -59,13 +61,19 @@ def empty_copy(module: nn.Module, device: str) -> nn.Module:
 
 def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy. Tensor attributes computed from parameters (a pruned weight) are copied without their
-    history. Raises CaptureError if the module cannot be copied."""
+    history; a ``forward`` that was compiled on its own (``m.forward = torch.compile(m.forward)``) is copied as it was
+    before. Raises CaptureError if the module cannot be copied."""
     computed = [v for submodule in module.modules() for v in vars(submodule).values() if isinstance(v, torch.Tensor)]
     memo = {id(v): v.detach().clone() for v in computed if not v.is_leaf} | (memo or {})
     try:
-        return copy.deepcopy(module, memo)
+        copied = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise CaptureError(
             f"{type(module).__name__} cannot be copied: {error}",
             fix="make copy.deepcopy(module) work: keep locks, open files and results out of its attributes",
         ) from error
+    for own, other in zip(module.modules(), copied.modules(), strict=False):
+        before = inspect.unwrap(getattr(vars(own).get("forward"), "_torchdynamo_orig_callable", lambda: None))
+        if getattr(before, "__self__", None) is own:  # a function is not copied: it would run the original's weights
+            vars(other)["forward"] = MethodType(before.__func__, other)
+    return copied

@@ -154,8 +154,8 @@ class UserLines(TorchFunctionMode):
             if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
                 return (
                     f"a tensor {list(arg.shape)} that requires grad is not a parameter of the captured module",
-                    "register it as an nn.Parameter of the module, or compute it in forward; do not keep weights in "
-                    "closures or hooks",
+                    "register it as an nn.Parameter of the module, or compute it in forward; do not keep weights, or "
+                    "methods of modules (m.forward = around(m.forward)), in closures or hooks",
                 )
         return None
 
