@@ -198,7 +198,7 @@ def calls_of_all_kinds() -> dict[str, Any]:
     par.eval()
     with torch.no_grad():
         found["evaluated"] = [par(x[:n], y[:n]).item() for n in (8, 4, 3)]
-    with raises(CaptureError, 8, 7):
+    with raises(CaptureError, 8, 7, source="test_micro_batches.py"):
         par.step(x, y[:7])
     local = sw.parallelize(module, plan, inputs="local")
     half = slice(4 * rank, 4 * rank + 4)
