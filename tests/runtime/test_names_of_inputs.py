@@ -109,3 +109,43 @@ def test_the_norm_of_a_part_of_the_model_is_the_same_on_ranks_that_hold_none_of_
     for norms in run_ranks(clipped, 2):
         assert len(norms) == 8
         assert all(abs(own - whole) < 1e-7 for own, whole in norms.values()), norms  # of no tensors torch's is float32
+
+
+class Heads(nn.Module):
+    """A flag of the call chooses one of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor, task: str) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        return F.cross_entropy(self.first(hidden) if task == "first" else self.second(hidden), y)
+
+
+def other_heads() -> dict[tuple[str, str], float]:
+    of, errors = tensors(), {}
+    for planned in ("first", "second"):
+        torch.manual_seed(0)
+        net, alone = Heads().double(), Heads().double()
+        alone.load_state_dict(net.state_dict())
+        batch = {"x": of["x"], "y": of["y"]}
+        par = sw.parallelize(net, sw.plan(net, {**batch, "task": planned}, 2, stages=2, micro_batch=4))
+        for task in ("first", "second", "first"):
+            for module in (alone, par):
+                module.zero_grad()
+            loss = alone(**batch, task=task)
+            loss.backward()
+            off = [par.step(**batch, task=task) - loss]
+            for name, parameter in par.named_parameters():
+                wanted = alone.get_parameter(name).grad
+                assert (parameter.grad is None) == (wanted is None), (planned, task, name)
+                off += [] if wanted is None else [parameter.grad - wanted]
+            errors[planned, task] = max(float(error.detach().abs().max()) for error in off)
+    return errors
+
+
+def test_stages_run_the_head_that_the_call_chooses(run_ranks: RunRanks) -> None:
+    for errors in run_ranks(other_heads, 2):
+        assert len(errors) == 4
+        assert max(errors.values()) < 1e-14, errors

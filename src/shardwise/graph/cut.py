@@ -75,9 +75,10 @@ def _in_several(names_of_parts: Iterable[Iterable[str]]) -> dict[str, tuple[int,
     return {name: tuple(where) for name, where in parts.items() if len(where) > 1}
 
 
-def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
+def cut_apart(graph: Graph, parts: Sequence[Sequence[str]], holders: Sequence[Collection[str]] = ()) -> GraphCut:
     """Cut the graph into parts of named operators. Every operator is in one part, none in an earlier one than its
-    operands need. Operators keep their order inside a part.
+    operands need. Operators keep their order inside a part. ``holders``: for every part, the names of parameters and
+    buffers that it holds where no operator uses them; the others are with those before them in the module.
 
     Raises PlanError naming the operators at fault.
     """
@@ -95,7 +96,7 @@ def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
     if missing:
         what = f"{len(missing)} of {len(graph.ops)} operators belong to no part: {listed(missing)}"
         raise PlanError(what, fix="put every operator into one part")
-    cutter = _Cutter(graph, part_of, len(parts))
+    cutter = _Cutter(graph, part_of, len(parts), holders)
     graphs = cutter.parts()
     for number, part in enumerate(graphs):
         if not part.ops:
@@ -130,6 +131,7 @@ class _Cutter:
     graph: Graph
     part_of: dict[str, int]
     num_parts: int
+    holders: Sequence[Collection[str]]
     maker: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -196,9 +198,15 @@ class _Cutter:
 
     def _place_unused(self) -> None:
         """Assign unused sources, which belong to the module or its call, and unused repeatable operators to parts."""
+        latest = 0
         for source in self.graph.sources:
-            if source.kind != "constant" and not any(source.value in needed for needed in self.needed):
-                self._add_needed(self.needed[0], [source.value])
+            using = [number for number, needed in enumerate(self.needed) if source.value in needed]
+            if using or source.kind == "constant":
+                latest = using[-1] if using and source.kind == "parameter" else latest
+                continue
+            holding = (number for number, names in enumerate(self.holders) if source.names[0] in names)
+            beside = latest if source.kind in ("parameter", "buffer") else 0
+            self._add_needed(self.needed[next(holding, beside)], [source.value])
         for op in self.graph.ops:
             if self._is_free(op) and not any(needed.intersection(op.results) for needed in self.needed):
                 self._add_needed(self.needed[self.part_of[op.name]], op.results)

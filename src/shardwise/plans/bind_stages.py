@@ -6,7 +6,7 @@ layouts are the same up to axis names, parts are sent as they are; otherwise the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.errors import LayoutError, PlanError
@@ -53,10 +53,12 @@ def step_graph(graph: Graph) -> Graph:
     return eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
 
 
-def cut_for_stages(graph: Graph, parts: Sequence[Sequence[str]], prelude: Graph | None) -> GraphCut:
+def cut_for_stages(
+    graph: Graph, parts: Sequence[Sequence[str]], prelude: Graph | None, holders: Sequence[Collection[str]] = ()
+) -> GraphCut:
     """Return the graph cut into the operators of stages. Parts that take values of the ``prelude`` of a step over
-    micro-batches hold the buffers that it reads."""
-    cut = cut_apart(graph, parts)
+    micro-batches hold the buffers that it reads. ``holders``: as of ``cut_apart``."""
+    cut = cut_apart(graph, parts, holders)
     if prelude is None:
         return cut
     read = [source for source in only_read(prelude).sources if source.kind == "buffer"]
@@ -115,7 +117,7 @@ def _bound(
 ) -> BoundStages:
     names = [[entry.name for entry in stage.operators] for stage in plan.stages]
     kept = [stage.layouts.keys() for stage in plan.stages]
-    cut = cut_for_stages(graph, with_stages(graph, names, kept), prelude)
+    cut = cut_for_stages(graph, with_stages(graph, names, kept), prelude, kept)
     plans = [plan.alone(number) for number in range(len(plan.stages))]
     bindings = [
         bind(alone, part, training=training, widened=original is not None)
@@ -124,7 +126,7 @@ def _bound(
     choices = meeting(cut, bindings, [stage.mesh for stage in plan.stages])
     originals: tuple[Graph | None, ...] = (None,) * len(plans)
     if original is not None:
-        originals = cut_for_stages(original, with_stages(original, names, kept), prelude).parts
+        originals = cut_for_stages(original, with_stages(original, names, kept), prelude, kept).parts
     spmds = tuple(
         program_of_choice(alone, part, factored, choice, training=training, original=narrow)
         for alone, part, (factored, _), choice, narrow in zip(
