@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from launch.gloo_ranks import RunRanks
-from models.expert_models import WIDTH, Batched, Mixture, Modules
+from models.expert_models import WIDTH, Batched, Einsum, Mixture, Modules, Stack
 from runtime.training import check_close, state_of, train
 
 
@@ -56,3 +56,26 @@ def test_checkpoints_go_from_four_owners_to_two_and_to_one_process_and_back(
     sw.load_checkpoint(again, loaded)
     # Sums in another order, through steps of AdamW, which divides gradients by their size.
     check_close(state_of(loaded), state_of(alone), rtol=1e-9, atol=1e-11, what="four owners again")
+
+
+def with_columns_split(kinds: list[type[Mixture]]) -> dict[str, float]:
+    """The largest error of a step in which two tensors of rows, with the biases of their experts, travel together."""
+    mesh, errors = sw.Mesh(ep=2, tp=2), {}
+    for kind in kinds:
+        alone, module = Stack(kind).double(), Stack(kind).double()
+        alone.load_state_dict(module.state_dict())
+        par = sw.parallelize(
+            module, sw.plan(module, batch(0), 4, mesh=mesh, strategies={"layers.*.experts": "e@ep n@tp"})
+        )
+        loss = alone(**batch(0))
+        loss.backward()
+        off = [par.step(**batch(0)) - loss]
+        off += [sw.full_tensor(p.grad) - alone.get_parameter(name).grad for name, p in par.named_parameters()]
+        errors[kind.__name__] = max(float(error.detach().abs().max()) for error in off)
+    return errors
+
+
+def test_rows_and_biases_of_experts_with_split_columns_travel(run_ranks: RunRanks) -> None:
+    for errors in run_ranks(with_columns_split, 4, [Batched, Einsum, Modules]):
+        assert len(errors) == 3
+        assert max(errors.values()) < 1e-14, errors

@@ -120,6 +120,8 @@ def fill_buckets(
     for position, step in enumerate(steps):
         if position in taken or not isinstance(step, Conversion) or not any(_both(step)) or cuts_windows([step]):
             continue
+        if step.ways:  # rows that follow keys: the host reads how many of each there are
+            continue
         positions = [position]
         for later, other in enumerate(steps[position + 1 : position + 1 + AHEAD], position + 1):
             if later in taken or not isinstance(other, Conversion) or other.value == step.value:
