@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -137,7 +138,9 @@ def test_two_mpiruns_at_once_start_ranks_that_do_not_mix(
     path = script(SUM)
     for folder in folders:
         folder.mkdir()
-    ended_well(*[start(mpirun(2, sys.executable, path, str(folder))) for folder in folders])
+    with TemporaryDirectory() as first, TemporaryDirectory() as second:  # two that make one folder at once may fail
+        own = zip(folders, (first, second), strict=True)
+        ended_well(*[start(mpirun(2, sys.executable, path, str(folder)), TMPDIR=place) for folder, place in own])
     for folder in folders:
         assert answers(folder) == ["0/2 0/2 total 3", "1/2 1/2 total 3"]
     if OPEN_MPI:
