@@ -19,6 +19,13 @@ def batch_size(graph: Graph) -> int | None:
     return next((shape[0] for shape in shapes if shape), None)
 
 
+def inputs_with_samples(graph: Graph) -> frozenset[str]:
+    """Return the names of the inputs whose first dim is the samples of the batch: those that micro-batches split."""
+    batch = batch_size(graph)
+    inputs = [source for source in graph.sources if source.kind == "input"]
+    return frozenset(source.names[0] for source in inputs if graph.by_name[source.value].shape[:1] == (batch,))
+
+
 def num_samples(arguments: Any) -> int | None:
     """Return the number of samples of a call's arguments: dim 0 of the first tensor that has dims, or None if there is
     none."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardwise.errors import PlanError
-from shardwise.graph.batch import batch_size
+from shardwise.graph.batch import batch_size, inputs_with_samples
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.disjoint import DisjointSets
 from shardwise.graph.float8 import LARGEST
@@ -114,9 +114,9 @@ class TimeSplit:
     def __post_init__(self) -> None:
         self.places = {op.name: ShardPositions.of(self.factored.rules[op.name]) for op in self.graph.ops}
         self.of_inputs = _of_inputs(self.graph)
+        split = inputs_with_samples(self.graph)
         for source in self.graph.sources:
-            shape = self.graph.by_name[source.value].shape
-            is_split = source.kind == "input" and bool(shape) and shape[0] == self.batch
+            is_split = source.kind == "input" and source.names[0] in split
             other: Where = "P" if source.kind == "activation" else "I"
             self.where[source.value] = self._samples(source.value) if is_split else other
         for op in self.graph.ops:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
+from shardwise.graph.batch import inputs_with_samples
 from shardwise.graph.call_arguments import call_module, divide_targets
 from shardwise.graph.capture import Capture
 from shardwise.graph.fakes import deep_copy
@@ -73,6 +74,10 @@ class RunStart:
         return widened(data) if self.precision is None else data.cpu()
 
     @cached_property
+    def with_samples(self) -> frozenset[str]:
+        return inputs_with_samples(self.captured.graph)
+
+    @cached_property
     def norms(self) -> frozenset[str]:
         """Return the batch norms: these compute per micro-batch where one device runs a whole batch (``Reference``)."""
         return frozenset(name for name, norm in self.module.named_modules() if isinstance(norm, _BatchNorm))
@@ -112,7 +117,7 @@ class RunStart:
         for source in graph.sources:
             if source.kind == "input":
                 rows = self.inputs[source.names[0]]
-                is_part = micro_batch is not None and graph.by_name[source.value].shape != rows.shape
+                is_part = micro_batch is not None and len(sizes) > 1 and source.names[0] in self.with_samples
                 values[source.value] = rows_of_pass(rows, first, size, sum(sizes)) if is_part else rows
         return values
 

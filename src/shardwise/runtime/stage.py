@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from shardwise.costs.pipeline_simulation import Kind
 from shardwise.errors import LaunchError, ShardwiseError
-from shardwise.graph.batch import batch_size
+from shardwise.graph.batch import inputs_with_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.ir import Graph, Ref
 from shardwise.plans.bind_stages import BoundStages, delivered_layouts
@@ -359,10 +359,7 @@ class StageCall:
 
     @cached_property
     def with_samples(self) -> frozenset[str]:
-        """Return the names of the inputs that micro-batches split: those with as many rows as the batch has samples."""
-        graph = self.captured.graph
-        inputs = [source for source in graph.sources if source.kind == "input"]
-        return frozenset(s.names[0] for s in inputs if graph.by_name[s.value].shape[:1] == (batch_size(graph),))
+        return inputs_with_samples(self.captured.graph)
 
     @property
     def bound(self) -> BoundStages:
